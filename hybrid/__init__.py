@@ -1,0 +1,51 @@
+"""RLHF on one copy of the weights: ZeRO training and tensor-parallel generation in one engine."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid.config import InferenceConfig, OptimConfig, PPOConfig, ZeroConfig
+    from hybrid.engine import HybridEngine
+    from hybrid.inference.params import SamplingParams
+    from hybrid.inference.sequence import Completion
+    from hybrid.parallel import ParallelMesh, init_parallel
+    from hybrid.rl.trainer import PPOTrainer
+
+# Names load on first use, so that `import hybrid.config` (and with it `--help`) never pays for torch.
+_EXPORTS = {
+    "Completion": "hybrid.inference.sequence",
+    "HybridEngine": "hybrid.engine",
+    "InferenceConfig": "hybrid.config",
+    "OptimConfig": "hybrid.config",
+    "PPOConfig": "hybrid.config",
+    "PPOTrainer": "hybrid.rl.trainer",
+    "ParallelMesh": "hybrid.parallel",
+    "SamplingParams": "hybrid.inference.params",
+    "ZeroConfig": "hybrid.config",
+    "init_parallel": "hybrid.parallel",
+}
+
+__all__ = [
+    "Completion",
+    "HybridEngine",
+    "InferenceConfig",
+    "OptimConfig",
+    "PPOConfig",
+    "PPOTrainer",
+    "ParallelMesh",
+    "SamplingParams",
+    "ZeroConfig",
+    "init_parallel",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

