@@ -1,0 +1,212 @@
+"""Log-probabilities and entropy of target tokens straight from hidden states, the LM head included.
+
+The logits of a batch are its largest tensor by far: 16k tokens over a vocabulary of 128k are 8 GiB in fp32, and plain
+autograd keeps several of them. Here they exist for a chunk of rows at a time, in the forward and again, recomputed, in
+the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# Logits alive at once where the caller does not say: 128 MiB in fp32, which still gives the matmul hundreds of rows.
+_CHUNK_ELEMENTS = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """How a row's logits follow from the head's product: scaled, then soft-capped, then divided by the temperature."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+
+    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """(C, H), (V, H), (V,) -> (C, V) in fp32: the product in the dtype of ``hidden``, everything after it wide."""
+        product = hidden @ weight.t()
+        if bias is not None:
+            product += bias
+        logits = product.to(_wide(hidden.dtype))
+        if self.softcap is None:
+            return logits.mul_(self.scale / self.temperature)
+        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """(C, V) what it returned -> its derivative by the product, (C, V) or one number for all."""
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return slope
+        tanh = logits * (self.temperature / self.softcap)
+        return tanh.square_().neg_().add_(1.0).mul_(slope)
+
+
+class _LinearLogprobEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, to_logits, chunk_rows):
+        logprobs = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype))
+        entropy = torch.empty_like(logprobs)
+        log_normaliser = torch.empty_like(logprobs)
+        cast_weight = weight.to(hidden.dtype)
+        for rows in _chunks(hidden.shape[0], chunk_rows):
+            logits = to_logits(hidden[rows], cast_weight, bias)
+            # Subtracting each row's peak first keeps the exponentials finite and the entropy free of cancellation.
+            peak = logits.amax(-1)
+            logits.sub_(peak[:, None])
+            target_logits = logits.gather(1, targets[rows, None]).squeeze(1)
+            exps = logits.exp()
+            total = exps.sum(-1)
+            log_total = total.log()
+            logprobs[rows] = target_logits - log_total
+            entropy[rows] = log_total - exps.mul_(logits).sum(-1) / total
+            log_normaliser[rows] = peak + log_total
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_normaliser)
+        ctx.to_logits, ctx.chunk_rows = to_logits, chunk_rows
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, targets, entropy, log_normaliser = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 6
+        # Chunks add up: in bf16 a sum of many would lose its small terms.
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if need_bias else None
+        cast_weight = weight.to(hidden.dtype)
+        for rows in _chunks(hidden.shape[0], ctx.chunk_rows):
+            logits = ctx.to_logits(hidden[rows], cast_weight, bias)
+            slope = ctx.to_logits.slope(logits)
+            grad = _logits_gradient(
+                logits.sub_(log_normaliser[rows, None]),
+                targets[rows],
+                entropy[rows],
+                None if grad_logprobs is None else grad_logprobs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+            )
+            grad = grad.mul_(slope).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, cast_weight, out=grad_hidden[rows])
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(grad.t(), hidden[rows])
+            elif grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def linear_logprob_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each row's target, and the entropy of each row's distribution over the vocabulary.
+
+    The distribution is ``softmax(softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature)``.
+    The product is computed in the dtype of ``hidden``, all that follows in fp32 (fp64 if ``hidden`` is). Gradients
+    reach ``hidden``, ``weight`` and ``bias`` through both outputs. No rows at all give two empty results that are still
+    connected to the inputs.
+
+    Args:
+        hidden: (R, H) hidden states, one row for each target.
+        weight: (V, H) the LM head, of any strides.
+        targets: (R,) int64 token ids.
+        temperature: divides the logits; the sampler's, if the log-probs are to be those that were sampled from.
+        bias: (V,) the LM head's bias.
+        softcap: Gemma 2's ``final_logit_softcapping``.
+        logit_scale: what a family multiplies its logits by.
+        chunk_rows: rows whose logits are alive at once; by default as many as fit 2**25 logits.
+
+    Returns:
+        ``logprobs`` (R,) and ``entropy`` (R,) in nats, fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a temperature, softcap or chunk_rows that is not positive.
+    """
+    num_rows, vocab_size = hidden.shape[0], weight.shape[0]
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != (num_rows,):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not fit "
+            "each other; they are (R, H), (V, H) and (R,)"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; log-probs need a positive one (1.0 for greedy sampling)")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or None for no cap")
+    if chunk_rows is None:
+        chunk_rows = max(1, _CHUNK_ELEMENTS // vocab_size)
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    to_logits = _Logits(temperature, softcap, logit_scale)
+    return _LinearLogprobEntropy.apply(hidden, weight, bias, targets, to_logits, chunk_rows)
+
+
+def linear_logprob_entropy_reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `linear_logprob_entropy` computes, written plainly: all (R, V) logits, and autograd."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_wide(hidden.dtype)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def _logits_gradient(
+    logprobs: torch.Tensor,  # (C, V), overwritten
+    targets: torch.Tensor,  # (C,)
+    entropy: torch.Tensor,  # (C,)
+    grad_logprobs: torch.Tensor | None,  # (C,)
+    grad_entropy: torch.Tensor | None,  # (C,)
+) -> torch.Tensor:
+    """(C, V) gradient by the logits: ``g * (onehot - p)`` of the log-prob, ``-g * p * (log p + H)`` of the entropy."""
+    probs = logprobs.exp()
+    if grad_entropy is None:
+        grad = probs
+        if grad_logprobs is not None:
+            grad = probs.mul_(-grad_logprobs[:, None])
+    else:
+        grad = logprobs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprobs is not None:
+            grad.sub_(grad_logprobs[:, None])
+        grad.mul_(probs)
+    if grad_logprobs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    return grad
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
+    for start in range(0, num_rows, chunk_rows):
+        yield slice(start, min(start + chunk_rows, num_rows))
