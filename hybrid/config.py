@@ -1,0 +1,276 @@
+"""What can be set: frozen dataclasses, validated when they are made. Imports no torch, so `--help` is instant.
+
+Each field carries its help text and, where the command line calls it something else, its flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+def setting(default: T, help: str, *, flag: str | None = None) -> T:
+    """A dataclass field with its help text; ``flag`` is its name on the command line (default: the field's)."""
+    metadata: dict[str, Any] = {"help": help, "flag": flag}
+    value: Any = field(default=default, metadata=metadata)
+    return value
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _at_least(minimum: float, **values: float) -> None:
+    for name, value in values.items():
+        _require(value >= minimum, f"{name}={value} is too small; set it to {minimum} or more")
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        _require(value > 0, f"{name}={value} must be positive")
+
+
+def _in_range(low: float, high: float, *, open_low: bool = False, **values: float) -> None:
+    for name, value in values.items():
+        holds = (low < value if open_low else low <= value) and value <= high
+        _require(holds, f"{name}={value} is out of range; it must be in {'(' if open_low else '['}{low}, {high}]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Models: a local directory, a Hub id, or an alias such as llama-2-7b."""
+
+    actor: str = setting("smollm2-135m", "the model that is trained and generates")
+    critic: str | None = setting(None, "the value model (default: the reward model if there is one, else the actor)")
+    ref: str | None = setting(None, "the frozen reference of the KL penalty (default: the actor as it starts)")
+    reward: str | None = setting(None, "a reward model, or a Python function as file.py:function")
+    dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts: where they come from and how they become tokens."""
+
+    prompts: str | None = setting(
+        None, "a JSONL, JSON, CSV or Parquet file, or a Hub dataset (default: the built-in demo task)"
+    )
+    prompts_config: str | None = setting(None, "the configuration of a Hub dataset, where it has several")
+    prompts_split: str = setting("train", "the split of a Hub dataset")
+    prompt_column: str | None = setting(None, "the column that holds the prompt (default: found by its name)")
+    apply_chat_template: bool | None = setting(
+        None, "wrap prompts that are plain text in the chat template, as a user's message; messages always are"
+    )
+    overlong_prompts: Literal["drop", "truncate", "error"] = setting(
+        "drop", "what becomes of a prompt over max_prompt_length: dropped and counted, cut on the left, or an error"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The grid of ranks: world size = replicas x tp_size."""
+
+    tp_size: int = setting(1, "how many ranks cut each layer between them while generating")
+
+    def __post_init__(self) -> None:
+        _at_least(1, tp_size=self.tp_size)
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError if ``tp_size`` does not divide ``world_size``."""
+        if world_size % self.tp_size:
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ValueError(
+                f"tp_size={self.tp_size} does not divide the world of {world_size} rank{'s' * (world_size > 1)}; "
+                f"set --tp_size to one of {divisors}, or start another number of ranks (torchrun --nproc-per-node)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """ZeRO: what rests as shards between uses."""
+
+    stage: Literal[0, 1, 2, 3] = setting(
+        3, "1 shards the optimizer's state, 2 gradients too, 3 weights too, 0 nothing", flag="zero_stage"
+    )
+    persistence_threshold: int = setting(
+        100_000, "parameters of at most this many elements are kept whole", flag="zero_persistence_threshold"
+    )
+    prefetch_groups: int = setting(1, "how many layers ahead are gathered", flag="zero_prefetch_groups")
+    keep_slices: bool = setting(
+        False, "keep slices between forward and backward: more memory, less traffic", flag="zero_keep_slices"
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.stage in (0, 1, 2, 3), f"stage={self.stage} is no ZeRO stage; choose 0, 1, 2 or 3")
+        _at_least(0, persistence_threshold=self.persistence_threshold, prefetch_groups=self.prefetch_groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = setting(1e-5, "the actor's peak learning rate")
+    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's averaging coefficients", flag="adam_betas")
+    eps: float = setting(1e-8, "AdamW's epsilon", flag="adam_eps")
+    weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this global norm; 0 turns it off")
+    warmup_steps: int = setting(0, "steps over which the learning rate rises from 0")
+    lr_scheduler: str = setting("constant_with_warmup", "a schedule's name in transformers' get_scheduler")
+
+    def __post_init__(self) -> None:
+        _at_least(
+            0,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            warmup_steps=self.warmup_steps,
+        )
+        _positive(eps=self.eps)
+        _require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"betas={self.betas} must be two numbers in [0, 1)",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """What the critic does not share with the actor."""
+
+    critic_learning_rate: float = setting(1e-5, "the critic's peak learning rate")
+
+    def __post_init__(self) -> None:
+        _at_least(0, critic_learning_rate=self.critic_learning_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """Generation: the paged KV cache and its scheduler."""
+
+    block_size: int = setting(16, "tokens per KV block", flag="kv_block_size")
+    kv_blocks: int | Literal["auto"] = setting("auto", "KV blocks per rank; auto: from the memory that is free")
+    kv_cache_gb: float = setting(1.0, "the most that auto takes on a CPU, in GB per rank")
+    kv_memory_fraction: float = setting(0.9, "the part of the free memory that auto takes on a GPU")
+    max_tokens_per_step: int = setting(2048, "tokens a step computes at most, prompts and samples together")
+    max_num_seqs: int = setting(256, "sequences that run at once at most")
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            block_size=self.block_size,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_num_seqs=self.max_num_seqs,
+        )
+        _positive(kv_cache_gb=self.kv_cache_gb)
+        _in_range(0, 1, open_low=True, kv_memory_fraction=self.kv_memory_fraction)
+        if self.kv_blocks != "auto":
+            _at_least(1, kv_blocks=self.kv_blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """PPO, with the defaults of InstructGPT as DeepSpeed-Chat implements it."""
+
+    prompts_per_step: int = setting(16, "prompts per step, over all ranks")
+    num_generations: int = setting(2, "completions sampled for each prompt")
+    num_ppo_epochs: int = setting(1, "passes over each step's samples")
+    num_minibatches: int = setting(1, "optimizer steps per pass")
+    kl_coef: float = setting(0.1, "weight of the per-token KL penalty against the reference")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k1", "how the KL is estimated from samples (http://joschu.net/blog/kl-approx.html)"
+    )
+    kl_target: float | None = setting(None, "adapt kl_coef towards this KL per sequence (default: kl_coef is constant)")
+    kl_horizon: int = setting(10_000, "samples over which the adaptive kl_coef moves")
+    cliprange: float = setting(0.2, "the policy's probability ratio is clipped to 1 +- this")
+    cliprange_value: float = setting(0.2, "a value's change is clipped to +- this")
+    vf_coef: float = setting(1.0, "weight of the value loss")
+    gamma: float = setting(1.0, "discount per token")
+    lam: float = setting(0.95, "lambda of generalised advantage estimation")
+    reward_clip: float = setting(5.0, "a sequence's reward is clipped to +- this")
+    whiten_advantages: bool = setting(False, "shift and scale a step's advantages to mean 0 and variance 1")
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus")
+    temperature: float = setting(1.0, "sampling temperature, in the loss as in generation")
+    top_k: int = setting(0, "sample among the k likeliest tokens; 0: all")
+    top_p: float = setting(1.0, "sample among the likeliest tokens that together have this probability")
+    max_prompt_length: int = setting(256, "tokens a prompt may have")
+    max_completion_length: int = setting(256, "tokens a completion may have")
+    max_tokens_per_microbatch: int = setting(
+        2048, "tokens per forward and backward pass on a rank; results do not depend on it"
+    )
+    seed: int = setting(0, "seeds the order of the prompts and every sample")
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            prompts_per_step=self.prompts_per_step,
+            num_generations=self.num_generations,
+            num_ppo_epochs=self.num_ppo_epochs,
+            num_minibatches=self.num_minibatches,
+            kl_horizon=self.kl_horizon,
+            max_prompt_length=self.max_prompt_length,
+            max_completion_length=self.max_completion_length,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+        )
+        _at_least(
+            0,
+            kl_coef=self.kl_coef,
+            vf_coef=self.vf_coef,
+            entropy_coef=self.entropy_coef,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
+        _positive(
+            cliprange=self.cliprange,
+            cliprange_value=self.cliprange_value,
+            reward_clip=self.reward_clip,
+            temperature=self.temperature,
+        )
+        _in_range(0, 1, gamma=self.gamma, lam=self.lam)
+        _in_range(0, 1, open_low=True, top_p=self.top_p)
+        if self.kl_target is not None:
+            _positive(kl_target=self.kl_target)
+        samples = self.prompts_per_step * self.num_generations
+        _require(
+            self.num_minibatches <= samples,
+            f"num_minibatches={self.num_minibatches} is more than the {samples} samples of a step "
+            f"(prompts_per_step x num_generations); set it to {samples} or less",
+        )
+        _require(
+            self.kl_estimator in ("k1", "k2", "k3"),
+            f"kl_estimator={self.kl_estimator!r} is unknown; choose k1, k2 or k3",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run: how long, and what it leaves behind."""
+
+    total_steps: int | None = setting(None, "steps to train for (default: one pass over the prompts)")
+    output_dir: str | None = setting(None, "where the run's files go (default: a new directory under runs/)")
+    overwrite_output_dir: bool = setting(False, "allow output_dir to hold a run already; its files are replaced")
+    report_to: tuple[str, ...] = setting((), "trackers besides metrics.jsonl: tensorboard, wandb, mlflow, ...")
+    logging_steps: int = setting(1, "write metrics and samples every this many steps")
+    save_steps: int = setting(0, "save the actor every this many steps too; 0: at the end alone")
+
+    def __post_init__(self) -> None:
+        if self.total_steps is not None:
+            _at_least(1, total_steps=self.total_steps)
+        _at_least(1, logging_steps=self.logging_steps)
+        _at_least(0, save_steps=self.save_steps)
+
+
+class PPOSettings(NamedTuple):
+    """Everything that a PPO run is made of."""
+
+    model: ModelConfig
+    data: DataConfig
+    ppo: PPOConfig
+    optim: OptimConfig
+    critic: CriticConfig
+    zero: ZeroConfig
+    inference: InferenceConfig
+    parallel: ParallelConfig
+    run: RunConfig
