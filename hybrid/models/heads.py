@@ -1,0 +1,132 @@
+"""What a model says about a ragged batch's tokens: their log-probs and entropies, or their values.
+
+The body of the model runs on the batch's flat token axis; the heads run on the rows that are asked for, no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hybrid.models.attention import RaggedCall, attention_call
+from hybrid.models.ragged import RaggedBatch
+from ops.logprob import linear_logprob_entropy
+
+# What families call the factor on their logits, and the power it enters with; then who reads a name otherwise.
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+_SCALE_EXCEPTIONS = {("hyperclovax", "logits_scaling"): 1, ("mpt", "logit_scale"): 0}
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+_SCORE_HEADS = ("score", "classifier")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Of each scored token of a batch."""
+
+    logprobs: torch.Tensor  # (R,) fp32, nats
+    entropy: torch.Tensor  # (R,) fp32, nats, of the distribution the token was drawn from
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """How a causal LM gets logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    weight: torch.Tensor  # (V, H), the parameter itself, tied or not
+    bias: torch.Tensor | None  # (V,)
+    scale: float
+    softcap: float | None
+
+
+def token_logprobs(module: PreTrainedModel, batch: RaggedBatch, temperature: float = 1.0) -> TokenScores:
+    """Log-prob and entropy of each scored token under a causal LM, its logits divided by ``temperature``.
+
+    Logits exist in chunks of rows, in the forward and in the backward (see ``ops.logprob``).
+    """
+    rows = hidden_states(module, batch)[batch.targets - 1]  # (R, H)
+    head = output_head(module)
+    logprobs, entropy = linear_logprob_entropy(
+        rows,
+        head.weight,
+        batch.target_ids,
+        temperature=temperature,
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.scale,
+    )
+    return TokenScores(logprobs=logprobs, entropy=entropy)
+
+
+def token_values(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:
+    """(R,) fp32 value of the state before each scored token, under a model with one score per token.
+
+    The state before a token is the hidden row of the token ahead of it, the row that also predicts it.
+    """
+    rows = hidden_states(module, batch)[batch.targets - 1]  # (R, H)
+    return score_head(module)(rows).squeeze(-1).float()
+
+
+def hidden_states(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:
+    """(N, H) last hidden states of the model's body, attention bounded by the batch's sequences."""
+    body = module.base_model
+    if body is module:
+        raise ValueError(
+            f"{type(module).__name__} has no body named {module.base_model_prefix!r} under its head; "
+            "load it with AutoModelForCausalLM or AutoModelForSequenceClassification"
+        )
+    with attention_call(RaggedCall(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)):
+        output = body(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    return output.last_hidden_state[0]
+
+
+def output_head(module: PreTrainedModel) -> OutputHead:
+    """The LM head's parameters and what the family's config does to its logits.
+
+    Raises:
+        ValueError: the model has no output embeddings.
+    """
+    embeddings = module.get_output_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise ValueError(f"{type(module).__name__} has no LM head; load it with AutoModelForCausalLM")
+    config = module.config.get_text_config()
+    return OutputHead(
+        weight=weight,
+        bias=getattr(embeddings, "bias", None),
+        scale=logit_scale(config),
+        softcap=next((cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None),
+    )
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """The factor on a family's logits, 1 where its config names none."""
+    scale = 1.0
+    for name, power in _SCALES.items():
+        factor = getattr(config, name, None)
+        power = _SCALE_EXCEPTIONS.get((config.model_type, name), power)
+        if factor is not None and power:
+            scale *= factor**power
+    return scale
+
+
+def score_head(module: PreTrainedModel) -> nn.Module:
+    """The head of a value or reward model, (..., H) -> (..., 1).
+
+    Raises:
+        ValueError: the model has no such head, or it has more than one output.
+    """
+    head = next((head for name in _SCORE_HEADS if isinstance(head := getattr(module, name, None), nn.Module)), None)
+    if head is None:
+        raise ValueError(
+            f"{type(module).__name__} has no score head (looked for {', '.join(_SCORE_HEADS)}); "
+            "load it with AutoModelForSequenceClassification and num_labels=1"
+        )
+    if module.config.num_labels != 1:
+        raise ValueError(
+            f"{type(module).__name__} has {module.config.num_labels} outputs per token; a value or reward model has "
+            "one, load it with num_labels=1"
+        )
+    return head

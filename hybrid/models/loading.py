@@ -1,0 +1,234 @@
+"""From a model's name to modules and tokenizers. Every mistake in a name is found before any weight is read."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hybrid.models.aliases import ALIASES
+from hybrid.models.attention import ATTENTION_NAME
+from hybrid.models.bundled import BUNDLED_NAME, bundled_path
+from hybrid.models.hub import hub_is_reachable, why_unreachable
+
+DType = Literal["auto", "bf16", "fp32"]
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_LOCAL_HINT = "To use a local copy, pass its directory as ./path or /path."
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model that was found: what from_pretrained takes, and its configuration."""
+
+    name: str  # as the user wrote it
+    source: str  # a local directory or a Hub id
+    config: PreTrainedConfig
+    local_files_only: bool  # no network: everything comes from disk
+
+    @property
+    def has_score_head(self) -> bool:
+        """Whether the checkpoint holds a value or reward head."""
+        return any("ForSequenceClassification" in name for name in self.config.architectures or ())
+
+
+def resolve_model(name: str) -> ResolvedModel:
+    """Find a model by a local directory, a Hub id, or an alias.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be reached, or may not be, or has no weights.
+    """
+    if not name.strip():
+        raise ValueError(f"the model's name is empty; pass a local directory, a Hub id or one of {', '.join(ALIASES)}")
+    if Path(name).expanduser().is_dir():
+        return _resolve_directory(name, Path(name).expanduser())
+    alias = name.lower()
+    if alias == BUNDLED_NAME and (directory := bundled_path()) is not None:
+        return _resolve_directory(name, directory)
+    if alias in ALIASES:
+        return _resolve_hub(name, ALIASES[alias])
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+        raise ValueError(f"model {name!r}: there is no such directory")
+    if "/" not in name:
+        close = difflib.get_close_matches(alias, ALIASES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"aliases are {', '.join(ALIASES)}."
+        raise ValueError(
+            f"unknown model {name!r}: it is no directory, no alias and, without an owner/, no Hub id; {hint} "
+            f"{_LOCAL_HINT}"
+        )
+    return _resolve_hub(name, name)
+
+
+def skeleton(resolved: ResolvedModel) -> PreTrainedModel:
+    """The causal language model without storage, to check what depends on its shape before any weight is read."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(resolved.config, attn_implementation=ATTENTION_NAME)
+
+
+def load_causal_lm(resolved: ResolvedModel, dtype: torch.dtype | DType = "auto") -> PreTrainedModel:
+    """The causal language model on the CPU, in evaluation mode. Buffers keep the dtype their family gives them."""
+    return _load(AutoModelForCausalLM, resolved, dtype)[0]
+
+
+def load_value_model(
+    resolved: ResolvedModel, dtype: torch.dtype | DType = "auto", *, new_head: bool = True
+) -> PreTrainedModel:
+    """A model with one score per token, on the CPU, in evaluation mode.
+
+    Args:
+        new_head: where the checkpoint is a causal language model, give it a score head of zeros: a critic's first
+            values are 0 rather than noise of a scale that depends on the family.
+
+    Raises:
+        ValueError: the checkpoint has no score head and ``new_head`` is False, or its head gives several scores.
+    """
+    check_value_model(resolved, new_head=new_head)
+    model, missing = _load(AutoModelForSequenceClassification, resolved, dtype, num_labels=1)
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return model
+
+
+def check_value_model(resolved: ResolvedModel, *, new_head: bool) -> None:
+    """Raise ValueError unless ``load_value_model`` would find the score head it needs."""
+    if not new_head and not resolved.has_score_head:
+        kind = " ".join(resolved.config.architectures or ["of an unknown kind"])
+        raise ValueError(
+            f"model {resolved.name!r} is {kind}, without a score head; "
+            "a reward model is a checkpoint of AutoModelForSequenceClassification with one label"
+        )
+    num_scores = resolved.config.num_labels
+    if resolved.has_score_head and num_scores != 1:
+        raise ValueError(f"model {resolved.name!r} gives {num_scores} scores; a value or reward model has num_labels=1")
+
+
+def load_tokenizer(resolved: ResolvedModel) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. One without a pad token pads with its end-of-sequence token: no id is added, so the
+    model's embeddings keep their size."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolved.source, local_files_only=resolved.local_files_only)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"model {resolved.name!r} has no tokenizer that can be loaded ({_first_line(error)}); "
+            "save one beside it with tokenizer.save_pretrained"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {resolved.name!r} has no end-of-sequence token; set its eos_token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def resolve_dtype(dtype: torch.dtype | DType, device: torch.device | str | None = None) -> torch.dtype:
+    """The dtype weights compute in; "auto" is bf16 where ``device`` (default: the one torch has) computes it natively,
+    else fp32."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.bfloat16 if _has_native_bf16(device) else torch.float32
+    known = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if dtype not in known:
+        raise ValueError(f"dtype={dtype!r} is unknown; choose auto, bf16 or fp32")
+    return known[dtype]
+
+
+def _has_native_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch has no public question for this in every version that is supported, so ask the kernel.
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16"})
+
+
+def _load(
+    auto_class: Any, resolved: ResolvedModel, dtype: torch.dtype | DType, **overrides: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """The module and the names of its parameters outside of the body that the checkpoint did not hold."""
+    try:
+        model, info = auto_class.from_pretrained(
+            resolved.source,
+            dtype=resolve_dtype(dtype),
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=resolved.local_files_only,
+            output_loading_info=True,
+            **overrides,
+        )
+    except OSError as error:
+        raise ValueError(f"model {resolved.name!r} could not be loaded: {_first_line(error)}") from error
+    prefix = f"{model.base_model_prefix}."
+    missing = sorted(info["missing_keys"])
+    lost = [name for name in missing if name.startswith(prefix)]
+    if lost:
+        raise ValueError(
+            f"the checkpoint of {resolved.name!r} lacks {len(lost)} of the model's weights, {lost[0]} first; "
+            "it is damaged or of another architecture than its config.json says"
+        )
+    # A tied head is reported as missing by some versions; it shares the embedding's storage and is not.
+    parameters = dict(model.named_parameters())
+    return model.eval(), [name for name in missing if name in parameters]
+
+
+def _resolve_directory(name: str, directory: Path) -> ResolvedModel:
+    if not (directory / "config.json").exists():
+        raise ValueError(f"model {name!r}: the directory has no config.json, so it is no Hugging Face model")
+    if not any((directory / file).exists() for file in _WEIGHT_FILES):
+        found = ", ".join(sorted(path.name for path in directory.iterdir())[:8])
+        raise ValueError(f"model {name!r}: the directory has no weights ({_WEIGHT_FILES[0]}); it holds {found}")
+    return ResolvedModel(name, str(directory), _read_config(name, str(directory), local_files_only=True), True)
+
+
+def _resolve_hub(name: str, hub_id: str) -> ResolvedModel:
+    offline = not hub_is_reachable()
+    label = repr(name) if name == hub_id else f"{name!r} ({hub_id})"
+    config = _read_config(label, hub_id, local_files_only=offline)
+    return ResolvedModel(name, hub_id, config, offline)
+
+
+def _read_config(label: str, source: str, *, local_files_only: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=local_files_only)
+    except (OSError, ValueError, KeyError) as error:
+        causes = _causes(error)
+        if any(isinstance(cause, GatedRepoError) for cause in causes):
+            reason = f"it is gated; ask for access on its page, then run `hf auth login` or set HF_TOKEN. {_LOCAL_HINT}"
+        elif any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+            reason = f"the Hub has no such model, or it is private (run `hf auth login`). {_LOCAL_HINT}"
+        elif local_files_only and not Path(source).is_dir():
+            reason = f"it is not in the local cache and {why_unreachable()}. {_LOCAL_HINT}"
+        else:
+            reason = f"its configuration cannot be read: {_first_line(error)}"
+        raise ValueError(f"model {label}: {reason}") from error
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    chain = []
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
