@@ -1,0 +1,1 @@
+"""Generation: sequences, KV blocks, the scheduler, the runner, the sampler and the generator that joins them."""

@@ -1,0 +1,55 @@
+"""The KV cache's tensors."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KVCache:
+    """Keys and values of every layer in fixed-size blocks.
+
+    ``key`` and ``value`` are (layers, num_blocks, block_size, kv_heads, head_dim). In memory a block keeps the tokens
+    of one head together, (layers, num_blocks, kv_heads, block_size, head_dim): gathered blocks are then contiguous by
+    head, which SDPA on the CPU reads a third faster, and kernels that take strides see the shape they expect.
+
+    Args:
+        num_layers, num_blocks, block_size, num_kv_heads, head_dim: the shape; ``num_kv_heads`` is this rank's.
+        dtype, device: of the model's keys and values.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        # Zeros, because a masked key's weight of 0 times a NaN left in fresh memory would be NaN.
+        self.key = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
+        self.value = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
+
+    @staticmethod
+    def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one block, keys and values of all layers."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[3]
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, ``(source, target)`` each, in every layer; all sources are read before any is written."""
+        if not copies:
+            return
+        sources, targets = torch.tensor(copies, device=self.key.device).unbind(-1)
+        for tensor in (self.key.transpose(2, 3), self.value.transpose(2, 3)):
+            tensor.index_copy_(1, targets, tensor.index_select(1, sources))

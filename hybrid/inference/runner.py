@@ -1,0 +1,77 @@
+"""One forward pass of the module over a step's tokens, laid end to end, its attention reading the KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid.inference.cache import KVCache
+from hybrid.inference.scheduler import Chunk, Step
+from hybrid.models.attention import PagedCall, attention_call
+from ops.paged import PagedBatch
+
+
+class ModelRunner:
+    """Turns a step into tensors and runs it.
+
+    Args:
+        module: called as ``module(input_ids=(1, N), position_ids=(1, N), use_cache=False, logits_to_keep=(R,))``; its
+            ``logits`` are (1, R, vocabulary). With tensor parallelism it is every rank's, on slices, and returns the
+            full vocabulary on all of them.
+        cache: this rank's.
+        device: of the module.
+    """
+
+    def __init__(self, module: Callable[..., Any], cache: KVCache, device: torch.device) -> None:
+        self.module = module
+        self.cache = cache
+        self.device = device
+
+    # Not inference mode: what a module makes and keeps in a forward (rescaled RoPE tables, gathered weights) would be
+    # an inference tensor, which training could not use afterwards.
+    @torch.no_grad()
+    def run(self, step: Step) -> tuple[list[Chunk], torch.Tensor]:
+        """Run one step.
+
+        Returns:
+            the R chunks that reach the end of their sequence, and their logits (R, vocabulary).
+        """
+        self.cache.copy_blocks(step.copies)
+        chunks, batch, input_ids, ends = self._lay_out(step.chunks)
+        sampling = [index for index, chunk in enumerate(chunks) if chunk.reaches_end]
+        # The head always gets a row, since one that runs on none is untrodden ground for collectives.
+        rows = torch.from_numpy(ends[sampling or [0]]).to(self.device)
+        with attention_call(PagedCall(self.cache.key, self.cache.value, batch)):
+            output = self.module(
+                input_ids=input_ids[None], position_ids=batch.position_ids[None], use_cache=False, logits_to_keep=rows
+            )
+        return [chunks[index] for index in sampling], output.logits[0, : len(sampling)]
+
+    def _lay_out(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch, torch.Tensor, np.ndarray]:
+        """Chunks in the order of the flat axis, where they lie, their ids (N,), and each one's last row (S,)."""
+        # By length, so that decoding sequences of like contexts are neighbours and make few rectangles.
+        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.sequence.num_computed_tokens))
+        query_lens = np.array([chunk.num_tokens for chunk in chunks])
+        context_lens = query_lens + [chunk.sequence.num_computed_tokens for chunk in chunks]
+        block_tables = np.zeros((len(chunks), max(len(chunk.sequence.blocks) for chunk in chunks)), dtype=np.int64)
+        ids: list[int] = []
+        for table, chunk in zip(block_tables, chunks, strict=True):
+            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+            table[: len(sequence.blocks)] = sequence.blocks
+            if chunk.num_tokens == 1:
+                ids.append(sequence.token_ids[start])
+            else:
+                ids += sequence.token_ids[start : start + chunk.num_tokens]
+        batch = PagedBatch.build(
+            query_lens,
+            context_lens,
+            block_tables,
+            block_size=self.cache.block_size,
+            num_kv_heads=self.cache.num_kv_heads,
+            device=self.device,
+        )
+        input_ids = torch.tensor(ids, dtype=torch.int64, device=self.device)
+        return chunks, batch, input_ids, np.cumsum(query_lens) - 1
