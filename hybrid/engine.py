@@ -1,0 +1,422 @@
+"""One copy of an actor's weights, trained as ZeRO shards and sampled from as tensor-parallel slices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid.config import InferenceConfig, OptimConfig, ZeroConfig
+from hybrid.inference.cache import KVCache
+from hybrid.inference.generator import Generator
+from hybrid.inference.params import SamplingParams
+from hybrid.inference.sequence import Completion
+from hybrid.layout import split_units
+from hybrid.models.heads import TokenScores
+from hybrid.models.loading import DType, load_causal_lm, load_tokenizer, resolve_model
+from hybrid.models.plans import head_dim, num_kv_heads, tensor_parallel_plan
+from hybrid.models.ragged import RaggedBatch
+from hybrid.models.tensor_parallel import TensorParallelHooks
+from hybrid.parallel import ParallelMesh, init_parallel
+from hybrid.zero.model import ShardedModel, StepReport
+
+Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, str]]]
+
+
+class Mode(Enum):
+    """What the actor's weights are laid out for."""
+
+    TRAIN = "train"
+    GENERATE = "generate"
+
+
+class ModeError(RuntimeError):
+    """A call that the engine's present mode cannot serve."""
+
+
+class FlipError(RuntimeError):
+    """A flip failed and was rolled back; the engine is in the mode it was in before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipReport:
+    """What one flip did on this rank.
+
+    ``bytes_received`` is what the flip's collectives brought here from other ranks, ``bytes_allocated`` the growth of
+    memory across it (weights and KV pool), ``peak_bytes`` the process's or device's high-water mark afterwards.
+    """
+
+    direction: Literal["generate", "train"]
+    milliseconds: float
+    bytes_received: int
+    bytes_allocated: int
+    peak_bytes: int
+    kv_blocks: int
+    weights_version: int
+
+
+class _Flip:
+    """What `generate_mode` and `train_mode` return: the flip is done, and leaving the ``with`` block undoes it."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._leave()
+
+
+class HybridEngine:
+    """An actor: a causal language model that trains and generates on one copy of its weights.
+
+    In TRAIN mode, `logprobs`, `backward` and `step` are data-parallel over all N ranks. In GENERATE mode, `generate`
+    runs on tensor-parallel slices: the T ranks of a replica work on the same prompts, and replicas on their own.
+    Every rank flips together.
+
+    Args:
+        module: the model, whole; its attention implementation must be the registered one (`load_causal_lm` sets it).
+        optim: None for a model that only generates and scores.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        mesh: ParallelMesh,
+        *,
+        zero: ZeroConfig | None = None,
+        optim: OptimConfig | None = None,
+        inference: InferenceConfig | None = None,
+    ) -> None:
+        self.mesh, self.tokenizer, self.inference = mesh, tokenizer, inference or InferenceConfig()
+        self.config = module.config.get_text_config(decoder=True)
+        plan = tensor_parallel_plan(module, mesh.tp_size)
+        self.model = ShardedModel(module, mesh, zero=zero or ZeroConfig(), optim=optim, plan=plan)
+        self._tensor_parallel = TensorParallelHooks(module, plan, mesh)
+        self.mode = Mode.TRAIN
+        self.flips: list[FlipReport] = []
+        self._generator: Generator | None = None
+        self._num_blocks = 0
+        self._calls = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        mesh: ParallelMesh | None = None,
+        zero: ZeroConfig | None = None,
+        optim: OptimConfig | None = None,
+        inference: InferenceConfig | None = None,
+        dtype: DType = "auto",
+    ) -> HybridEngine:
+        """Load a directory, Hub id or alias; ``optim`` defaults to AdamW with `OptimConfig`'s settings.
+
+        Raises:
+            ValueError: the model cannot be found or laid out; the message says what to set.
+        """
+        mesh = mesh or init_parallel()
+        resolved = resolve_model(str(model))
+        module = load_causal_lm(resolved, dtype)
+        tokenizer = load_tokenizer(resolved)
+        return cls(module, tokenizer, mesh, zero=zero, optim=optim or OptimConfig(), inference=inference)
+
+    # -- what the engine is ------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The Hugging Face module, the same object in both modes."""
+        return self.model.module
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.groups[0].dtype
+
+    @property
+    def weights_version(self) -> int:
+        """How many optimizer steps made the present weights; what is cached under another number is never read."""
+        return self.model.weights_version
+
+    # -- modes ---------------------------------------------------------------------------------------------------
+
+    def generate_mode(self) -> _Flip:
+        """Flip to GENERATE; as a context manager, flip back at its end. No-op in GENERATE."""
+        return self._flip(Mode.GENERATE)
+
+    def train_mode(self) -> _Flip:
+        """Flip to TRAIN; as a context manager, flip back at its end. No-op in TRAIN."""
+        return self._flip(Mode.TRAIN)
+
+    def _flip(self, mode: Mode) -> _Flip:
+        before = self.mode
+        self._enter(mode)
+        return _Flip(lambda: self._enter(before))
+
+    def _enter(self, mode: Mode) -> None:
+        if mode is self.mode:
+            return
+        mesh = self.mesh
+        mesh.synchronize()
+        started, received, held = time.perf_counter(), mesh.bytes_received, mesh.memory_in_use()
+        if mode is Mode.GENERATE:
+            self._climb()
+        else:
+            self._descend()
+        self.mode = mode
+        mesh.synchronize()
+        milliseconds, received = (time.perf_counter() - started) * 1e3, mesh.bytes_received - received
+        if mode is Mode.GENERATE:
+            self._build_generator()
+        self.flips.append(
+            FlipReport(
+                direction=mode.value,
+                milliseconds=milliseconds,
+                bytes_received=received,
+                bytes_allocated=max(0, mesh.memory_in_use() - held),
+                peak_bytes=mesh.peak_memory(),
+                kv_blocks=self._num_blocks if self._generator else 0,
+                weights_version=self.weights_version,
+            )
+        )
+
+    def _climb(self) -> None:
+        """Every group to SLICE; on failure back to where training rests, with the parameter's name."""
+        self.model.zero_grad()
+        for group in self.model.groups:
+            try:
+                group.enter_slice()
+            except (RuntimeError, MemoryError) as error:
+                for climbed in self.model.groups:
+                    climbed.rest()
+                raise FlipError(
+                    f"the flip to GENERATE failed at {group.members[0].name} and was rolled back to TRAIN: {error}"
+                ) from error
+        self.model.schedule.generating = True
+        self._tensor_parallel.enabled = True
+
+    def _descend(self) -> None:
+        """KV pool out first, then the slices that are not shards."""
+        if self._generator is not None:
+            self._generator.close()
+            self._generator = None
+        self._tensor_parallel.enabled = False
+        self.model.schedule.generating = False
+        for group in self.model.groups:
+            group.rest()
+
+    def _build_generator(self) -> None:
+        try:
+            self._num_blocks = self._count_blocks()
+            self._generator = Generator(
+                self.module,
+                tokenizer=self.tokenizer,
+                num_layers=self.config.num_hidden_layers,
+                num_kv_heads=self._local_kv_heads,
+                head_dim=head_dim(self.config),
+                num_blocks=self._num_blocks,
+                config=self.inference,
+                eos_token_ids=self.eos_token_ids,
+                dtype=self.dtype,
+                device=self.device,
+                weights_version=self.weights_version,
+            )
+        except (RuntimeError, MemoryError) as error:
+            self._descend()
+            self.mode = Mode.TRAIN
+            raise FlipError(f"no KV pool could be built; the flip was rolled back to TRAIN: {error}") from error
+
+    @property
+    def _local_kv_heads(self) -> int:
+        bounds = split_units(num_kv_heads(self.config), self.mesh.tp_size)
+        return bounds[self.mesh.tp_rank + 1] - bounds[self.mesh.tp_rank]
+
+    def _count_blocks(self) -> int:
+        """KV blocks that fit this rank, agreed by the tensor group: its ranks must schedule alike."""
+        if self.inference.kv_blocks != "auto":
+            return self.inference.kv_blocks
+        cost = KVCache.block_bytes(
+            self.config.num_hidden_layers,
+            self.inference.block_size,
+            self._local_kv_heads,
+            head_dim(self.config),
+            self.dtype,
+        )
+        self.mesh.empty_cache()
+        budget = self.mesh.free_memory() * self.inference.kv_memory_fraction
+        if self.device.type == "cpu":
+            budget = min(budget, self.inference.kv_cache_gb * 2**30)
+        (blocks,) = self.mesh.reduce_scalars([budget // cost], op="min", axis="tensor")
+        if blocks < 1:
+            raise MemoryError(
+                f"{budget / 2**30:.2f} GiB are free for the KV pool, and one block of {self.inference.block_size} "
+                f"tokens takes {cost / 2**20:.1f} MiB; free some memory or set a smaller block_size"
+            )
+        return int(blocks)
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Every id that ends a completion: the generation config's and the tokenizer's."""
+        generation = getattr(self.module.generation_config, "eos_token_id", None)
+        ids = list(generation) if isinstance(generation, (list, tuple)) else [generation]
+        if self.tokenizer is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return sorted({int(i) for i in ids if i is not None})
+
+    def encode(self, prompts: Prompts) -> list[list[int]]:
+        """Token ids of prompts given as text, token ids or chat messages (which get the chat template).
+
+        Raises:
+            ValueError: text or messages without a tokenizer, or messages without a chat template.
+        """
+        encoded = []
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+                encoded.append(list(prompt))
+                continue
+            if self.tokenizer is None:
+                raise ValueError(f"prompt {index} is text, and this engine has no tokenizer; pass token ids")
+            if isinstance(prompt, str):
+                encoded.append(self.tokenizer(prompt)["input_ids"])
+            elif self.tokenizer.chat_template is None:
+                raise ValueError(f"prompt {index} is messages, and the tokenizer has no chat template; pass text")
+            else:
+                messages = cast("list[dict[str, str]]", prompt)
+                text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                # The template writes the special tokens itself; the tokenizer must not write them again.
+                encoded.append(self.tokenizer(cast("str", text), add_special_tokens=False)["input_ids"])
+        return encoded
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seeds: Sequence[int] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Sample completions of this replica's prompts; the ranks of a tensor group pass the same ones.
+
+        Args:
+            params: one for all prompts, or one each.
+            seeds: one each, for params that carry none. Without either, a call's requests are seeded from the number
+                of calls so far, the replica and the index: repeatable, and never the same twice.
+
+        Returns:
+            ``n`` completions a prompt, prompts in order.
+
+        Raises:
+            ModeError: the engine is not in GENERATE mode.
+            ValueError: an empty prompt, a request that cannot fit the pool, or requests that
+                differ within a tensor group.
+        """
+        if self._generator is None:
+            raise ModeError("generate() works on slices: call it inside `with engine.generate_mode():`")
+        params = params or SamplingParams()
+        requests = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(requests) != len(prompts):
+            raise ValueError(f"{len(requests)} params for {len(prompts)} prompts; pass one for all or one each")
+        self._calls += 1
+        if seeds is None:
+            base = (self._calls << 40) + (self.mesh.dp_rank << 32)
+            seeds = [base + index for index in range(len(prompts))]
+        encoded = self.encode(prompts)
+        self._check_same_requests(encoded, requests, seeds)
+        return self._generator.generate(encoded, requests, list(seeds), progress=progress)
+
+    def _check_same_requests(
+        self, prompts: list[list[int]], params: list[SamplingParams], seeds: Sequence[int]
+    ) -> None:
+        """Ranks of a tensor group that schedule different requests would wait for each other for ever."""
+        if self.mesh.tp_size == 1:
+            return
+        seen = self.mesh.all_gather_object((prompts, params, list(seeds)), axis="tensor")
+        if any(other != seen[0] for other in seen):
+            raise ValueError(
+                "the ranks of a tensor group were given different prompts, params or seeds; "
+                "give every rank of a replica (mesh.dp_rank) the same"
+            )
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def _require_train(self, call: str) -> None:
+        if self.mode is not Mode.TRAIN:
+            raise ModeError(f"{call}() works on shards: leave generate_mode() or call engine.train_mode() first")
+
+    def logprobs(self, batch: RaggedBatch | Sequence[Completion], *, temperature: float = 1.0) -> TokenScores:
+        """Log-probabilities and entropies (R,) of a batch's scored tokens, or of completions' tokens, end to end."""
+        self._require_train("logprobs")
+        if not isinstance(batch, RaggedBatch):
+            batch = RaggedBatch.from_sequences(
+                [[*c.prompt_token_ids, *c.token_ids] for c in batch], [len(c.token_ids) for c in batch], self.device
+            )
+        return self.model.logprobs(batch, temperature=temperature)
+
+    def backward(self, loss: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> None:
+        """See `ShardedModel.backward`."""
+        self._require_train("backward")
+        self.model.backward(loss, reduction)
+
+    def step(self) -> StepReport:
+        """See `ShardedModel.step`."""
+        self._require_train("step")
+        return self.model.step()
+
+    def set_schedule(self, total_steps: int | None) -> None:
+        """See `ShardedModel.set_schedule`."""
+        self.model.set_schedule(total_steps)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write a Hugging Face model directory with its tokenizer; every rank calls this, in either mode."""
+        with self.train_mode():
+            self.model.save_pretrained(directory, self.tokenizer)
+
+    # -- proof ---------------------------------------------------------------------------------------------------
+
+    def verify(self) -> dict[str, int]:
+        """Check that shards, slices and full weights are the same bits on every rank; a collective.
+
+        Slices are compared with the shards they were gathered from and across replicas, full weights across the world.
+
+        Returns:
+            checksums of SLICE (this rank's) and FULL.
+
+        Raises:
+            RuntimeError: names the first group that differs.
+        """
+        slices: list[tuple[int, bool]] = []
+        with self.generate_mode():
+            for group in self.model.groups:
+                slices.append((group.held_checksum(), group.shard_matches_slice()))
+            if self._generator is not None:
+                self._generator.check()
+        fulls: list[int] = []
+        with self.train_mode():
+            for group in self.model.groups:
+                group.wait_full()
+                fulls.append(group.held_checksum())
+                group.release()
+        everyone = self.mesh.all_gather_object((slices, fulls))
+        replicas = everyone[self.mesh.tp_rank :: self.mesh.tp_size]
+        for index, group in enumerate(self.model.groups):
+            if not all(rank[0][index][1] for rank in everyone):
+                raise RuntimeError(f"{group.name}: a shard differs from the slice gathered from it")
+            if len({rank[0][index][0] for rank in replicas}) > 1:
+                raise RuntimeError(f"{group.name}: its slice differs between replicas")
+            if len({rank[1][index] for rank in everyone}) > 1:
+                raise RuntimeError(f"{group.name}: its full weights differ between ranks")
+        return {"slice": sum(s for s, _ in slices), "full": sum(fulls)}
