@@ -1,0 +1,92 @@
+"""A run's directory and everything that is written to it and shown while it goes on."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hybrid.config import RunConfig
+from hybrid.monitor.metrics import MetricsLogger, SamplesWriter
+from hybrid.monitor.progress import Progress, print_table, sample_table
+
+CONFIG_FILE = "config.yaml"
+MODEL_DIR = "actor"
+_TRACES = (CONFIG_FILE, "metrics.jsonl", "samples.jsonl", MODEL_DIR)
+
+
+def check_output_dir(output_dir: str | None, *, overwrite: bool) -> None:
+    """Raise ValueError if ``output_dir`` is no place for a run: it holds one already, or is a file."""
+    if output_dir is None:
+        return
+    path = Path(output_dir).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"output_dir={output_dir} is a file; set --output_dir to a directory")
+    found = [name for name in _TRACES if (path / name).exists()]
+    if found and not overwrite:
+        raise ValueError(
+            f"output_dir={output_dir} holds a run already ({', '.join(found)}); "
+            "set --output_dir to another directory, or --overwrite_output_dir to replace it"
+        )
+
+
+def make_output_dir(output_dir: str | None, recipe: str) -> Path:
+    """Make the run's directory; without a name a new one, ``runs/<recipe>/<time>``."""
+    if output_dir is not None:
+        path = Path(output_dir).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
+        path = Path("runs", recipe, stamp + suffix)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # another run started in the same second
+            continue
+        return path
+    raise RuntimeError("unreachable: suffixes do not end")
+
+
+class RunRecorder:
+    """Writes metrics and samples, moves the progress bar, and sums the run up. Make one on the main rank alone."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        total_steps: int,
+        config: Mapping[str, Any],
+        run: RunConfig,
+    ) -> None:
+        self.output_dir, self.logging_steps = output_dir, run.logging_steps
+        self._logger = MetricsLogger(output_dir, run.report_to, config)
+        self._samples = SamplesWriter(output_dir)
+        self._progress = Progress(total_steps)
+        self._rewards: list[float] = []
+
+    def record(self, step: int, metrics: Mapping[str, float], samples: Iterable[Mapping[str, Any]]) -> None:
+        """One step, counted from 1: its metrics, and its samples as mappings."""
+        self._progress.update(metrics)
+        if "reward" in metrics:
+            self._rewards.append(metrics["reward"])
+        if step % self.logging_steps == 0:
+            self._logger.log(step, metrics)
+            self._samples.write(step, samples)
+
+    def finish(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+        """Close the files, and print samples before and after and what became of the reward."""
+        self.close()
+        print_table(sample_table(before, after))
+        quarter = max(1, len(self._rewards) // 4)
+        if self._rewards:
+            first, last = fmean(self._rewards[:quarter]), fmean(self._rewards[-quarter:])
+            print(f"reward, first and last quarter of the steps: {first:.3f} -> {last:.3f}")
+        print(f"model, metrics, samples and configuration: {self.output_dir}")
+
+    def close(self) -> None:
+        self._progress.close()
+        self._logger.close()
+        self._samples.close()

@@ -1,0 +1,7 @@
+"""Rewards: the protocol, Python functions, and reward models."""
+
+from hybrid.rewards.function import FunctionReward, load_reward
+from hybrid.rewards.model import ModelReward
+from hybrid.rewards.protocol import Reward, RewardOutput
+
+__all__ = ["FunctionReward", "ModelReward", "Reward", "RewardOutput", "load_reward"]

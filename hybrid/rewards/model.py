@@ -1,0 +1,82 @@
+"""Rewards that are models: a sequence classifier with one label, its own tokenizer and its own chat template."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid.data.packing import pack
+from hybrid.models.ragged import RaggedBatch
+from hybrid.rewards.protocol import RewardOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybrid.zero.model import ShardedModel
+
+
+class ModelReward:
+    """Scores the text of prompt and completion with a reward model, at its last token.
+
+    The actor's token ids mean nothing to another tokenizer, so the text is encoded again: through the reward model's
+    chat template where the prompt came as messages and it has one, else as plain text.
+
+    Args:
+        model: gives one value per token; forwards may be collective.
+        tokenizer: the reward model's own.
+        max_tokens_per_microbatch: tokens per forward.
+        max_length: tokens a sample may have; of a longer one the beginning is cut off.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens_per_microbatch: int = 2048,
+        max_length: int | None = None,
+        name: str = "reward_model",
+    ) -> None:
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.max_tokens_per_microbatch, self.max_length = max_tokens_per_microbatch, max_length
+
+    def score(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> RewardOutput:
+        """Collective where the model is sharded: every rank calls it, also with no samples."""
+        messages = columns.get("messages") or [None] * len(prompts)
+        sequences = [self._encode(*sample) for sample in zip(prompts, completions, messages, strict=True)]
+        rewards = self._values(sequences)
+        return RewardOutput(rewards, {self.name: rewards})
+
+    def _encode(self, prompt: str, completion: str, messages: list[dict[str, Any]] | None) -> list[int]:
+        if messages and self.tokenizer.chat_template:
+            conversation = [*messages, {"role": "assistant", "content": completion}]
+            text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self.tokenizer.encode(prompt + completion)
+        if not ids:
+            raise ValueError(f"nothing to score: {prompt=} and {completion=} have no tokens for the reward model")
+        return ids if self.max_length is None else ids[-self.max_length :]
+
+    @torch.no_grad()
+    def _values(self, sequences: list[list[int]]) -> list[float | None]:
+        # A value belongs to the token after its state, so each sequence ends in a token that is never looked at: the
+        # state scored is that of the last real token.
+        extended = [[*ids, ids[-1]] for ids in sequences]
+        groups = pack([len(ids) for ids in extended], self.max_tokens_per_microbatch)
+        mesh = self.model.mesh
+        (rounds,) = mesh.reduce_scalars([len(groups)], "max")  # every rank takes part in every forward
+        rewards: list[float | None] = [None] * len(sequences)
+        for number in range(int(rounds)):
+            group = groups[number] if number < len(groups) else []
+            batch = RaggedBatch.from_sequences([extended[i] for i in group], [1] * len(group), mesh.device)
+            for index, value in zip(group, self.model.values(batch).tolist(), strict=True):
+                rewards[index] = value
+        return rewards

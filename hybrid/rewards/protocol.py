@@ -1,0 +1,35 @@
+"""What the trainers ask of a reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutput:
+    """One reward a sample; None masks the sample: it is reported and not trained on."""
+
+    rewards: list[float | None]
+    parts: dict[str, list[float | None]] = field(default_factory=dict)  # by function, for the metrics
+
+
+class Reward(Protocol):
+    """Scores completions. Every rank calls it equally often, at times with no samples."""
+
+    def score(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> RewardOutput:
+        """Score samples given as lists of equal length.
+
+        Args:
+            prompts: the text the actor saw.
+            completions: the text it added, without special tokens.
+            completion_ids: the token ids of that text, end-of-sequence token included.
+            columns: what else the prompts' rows hold, by name.
+        """
+        ...

@@ -1,0 +1,67 @@
+"""Micro-batches and shares: nothing lost, budgets kept, balanced, deterministic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hybrid.data.packing import balance, pack
+
+
+def _random_lengths(seed: int, count: int, longest: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(1, longest) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pack_keeps_every_sequence_and_the_budget(seed):
+    lengths = _random_lengths(seed, count=seed * 5, longest=60)
+    budget = 50
+    micro_batches = pack(lengths, budget)
+    assert sorted(i for indices in micro_batches for i in indices) == list(range(len(lengths)))
+    for indices in micro_batches:
+        assert indices and indices == sorted(indices)
+        assert sum(lengths[i] for i in indices) <= budget or len(indices) == 1
+
+
+def test_pack_gives_a_sequence_over_the_budget_its_own_micro_batch():
+    assert pack([3, 100, 4], 10) == [[0, 2], [1]]
+
+
+def test_pack_uses_no_more_than_needed_and_balances():
+    micro_batches = pack([10] * 8, 25)
+    assert [len(indices) for indices in micro_batches] == [2, 2, 2, 2]
+    # Four micro-batches hold 100 tokens; filling them one after the other would leave a last one of 10.
+    lengths = [30, 30, 30, 10, 10, 10, 10]
+    sums = [sum(lengths[i] for i in indices) for indices in pack(lengths, 50)]
+    assert len(sums) == 3 and max(sums) - min(sums) <= 10
+
+
+def test_pack_needs_one_micro_batch_each_for_sequences_over_half_the_budget():
+    assert pack([6] * 2000, 10) == [[i] for i in range(2000)]
+
+
+def test_pack_of_nothing():
+    assert pack([], 10) == []
+
+
+def test_pack_refuses_a_budget_of_nothing():
+    with pytest.raises(ValueError, match="--max_tokens_per_microbatch"):
+        pack([1], 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("num_bins", [1, 2, 3, 8])
+def test_balance_is_within_the_longest_sequence(seed, num_bins):
+    lengths = _random_lengths(seed, count=25, longest=40)
+    bins = balance(lengths, num_bins)
+    assert sorted(i for indices in bins for i in indices) == list(range(25))
+    loads = [sum(lengths[i] for i in indices) for indices in bins]
+    assert max(loads) - min(loads) <= max(lengths)  # the bound of greedy assignment
+    assert bins == balance(lengths, num_bins)
+
+
+def test_balance_leaves_bins_empty_where_sequences_run_out():
+    assert balance([5], 3) == [[0], [], []]
+    assert balance([], 2) == [[], []]

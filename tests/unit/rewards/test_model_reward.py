@@ -1,0 +1,55 @@
+"""A reward model scores text with its own tokenizer, at its last token: transformers' own forward is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from hybrid.models.heads import token_values
+from hybrid.models.loading import load_tokenizer, load_value_model, resolve_model
+from hybrid.rewards import ModelReward
+
+
+@pytest.fixture
+def reward(tiny_reward_model: Path) -> ModelReward:
+    resolved = resolve_model(str(tiny_reward_model))
+    module = load_value_model(resolved, torch.float32, new_head=False)
+    mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
+    model: Any = SimpleNamespace(mesh=mesh, values=lambda batch: token_values(module, batch))
+    return ModelReward(model, load_tokenizer(resolved), max_tokens_per_microbatch=20)
+
+
+def oracle(directory: Path, texts: list[str]) -> list[float]:
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(resolve_model(str(directory)))
+    with torch.no_grad():
+        return [model(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits.item() for text in texts]
+
+
+def test_plain_text(reward: ModelReward, tiny_reward_model: Path) -> None:
+    prompts, completions = ["one ", "a longer one ", "x"], ["two", "three", ""]
+    output = reward.score(prompts, completions, [[9]] * 3, {})
+    expected = oracle(tiny_reward_model, ["one two", "a longer one three", "x"])
+    assert output.rewards == pytest.approx(expected, abs=1e-5)
+    assert output.parts == {"reward_model": output.rewards}
+
+
+def test_messages_go_through_its_own_template(reward: ModelReward, tiny_reward_model: Path) -> None:
+    messages = [[{"role": "user", "content": "Hi"}]]
+    output = reward.score(["[INST]Hi[/INST]"], ["Yo"], [[9]], {"messages": messages})
+    expected = oracle(tiny_reward_model, ["<|user|>Hi<|end|><|assistant|>Yo<|end|>"])
+    assert output.rewards == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_rank_takes_part_in_as_many_forwards(reward: ModelReward) -> None:
+    calls: list[int] = []
+    values = reward.model.values
+    reward.model.mesh.reduce_scalars = lambda scores, op: [3.0]  # another rank has three micro-batches
+    reward.model.values = lambda batch: calls.append(batch.num_targets) or values(batch)
+    assert reward.score([], [], [], {}).rewards == []
+    assert calls == [0, 0, 0]
