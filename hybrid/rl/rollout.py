@@ -1,0 +1,184 @@
+"""Rollouts: prompts in, scored trajectories out, each rank left with the share it trains on.
+
+A step's prompts are dealt over the replicas (replica d takes ``prompts[d::D]``), generated there by its T tensor ranks
+together, scored by them in shares, and then dealt again: in training every rank is data-parallel, so the T ranks split
+their replica's trajectories between them. A rank may end up with none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from hybrid.data.packing import balance
+from hybrid.inference.params import SamplingParams
+from hybrid.monitor import Timers
+from hybrid.parallel import ParallelMesh
+from hybrid.rl.records import Trajectory
+
+if TYPE_CHECKING:
+    from hybrid.data.prompts import Prompt
+    from hybrid.engine import HybridEngine
+    from hybrid.inference.sequence import Completion
+    from hybrid.rewards import Reward
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """What every rank knows of every sample: enough for metrics and tables, no token ids."""
+
+    prompt_index: int  # among the step's prompts of all replicas
+    sample_index: int
+    prompt: str
+    completion: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    finish_reason: str
+    reward: float | None  # None: masked
+    parts: dict[str, float | None]  # by reward function
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    trajectories: list[Trajectory]  # this rank's share of those that can be trained on
+    samples: list[ScoredSample]  # all samples of all replicas, by prompt and sample
+
+
+class RolloutCollector:
+    """Generates and scores with one actor and one reward."""
+
+    def __init__(self, actor: HybridEngine, reward: Reward, *, timers: Timers) -> None:
+        self.actor = actor
+        self.reward = reward
+        self.mesh: ParallelMesh = actor.mesh
+        self.timers = timers
+
+    def collect(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, step: int) -> Rollout:
+        """Sample ``params.n`` completions of each prompt and score them. Every rank calls it with the same arguments.
+
+        What is sampled depends on ``seed``, ``step`` and a prompt's place in ``prompts``, and not on the ranks. A
+        sample whose reward is None, that is empty, or that was aborted is in ``samples`` and not in ``trajectories``.
+
+        Raises:
+            Exception: whatever the reward raised, on the rank that raised it.
+            RuntimeError: the reward raised on another rank.
+        """
+        mesh = self.mesh
+        indices = range(len(prompts))[mesh.dp_rank :: mesh.dp_size]
+        completions = self._generate([prompts[i] for i in indices], indices, params, seed, step)
+        with self.timers("reward"):
+            shares = gather_or_raise(mesh, "scoring the rollout", lambda: self._score(prompts, indices, completions))
+        samples = sorted(
+            (sample for share in shares for sample in share), key=lambda s: (s.prompt_index, s.sample_index)
+        )
+        rewards = {(sample.prompt_index, sample.sample_index): sample.reward for sample in samples}
+        trajectories = [
+            _trajectory(completion, index, rewards[index, completion.sample_index])
+            for completion in completions
+            for index in [indices[completion.prompt_index]]
+        ]
+        trainable = [trajectory for trajectory in trajectories if trajectory.is_trainable]
+        mine = balance([trajectory.num_tokens for trajectory in trainable], mesh.tp_size)[mesh.tp_rank]
+        return Rollout([trainable[i] for i in mine], samples)
+
+    def _generate(
+        self, prompts: list[Prompt], indices: Sequence[int], params: SamplingParams, seed: int, step: int
+    ) -> list[Completion]:
+        """This replica's completions, on each of its ranks, by prompt and sample."""
+        seeded = [dataclasses.replace(params, seed=request_seed(seed, step, index)) for index in indices]
+        # A replica without prompts flips all the same: the flips are collective.
+        with self.timers("flip_to_generate"):
+            self.actor.generate_mode()
+        with self.timers("generate"):
+            completions = self.actor.generate([prompt.token_ids for prompt in prompts], seeded) if prompts else []
+        with self.timers("flip_to_train"):
+            self.actor.train_mode()
+        return completions
+
+    def _score(
+        self, prompts: Sequence[Prompt], indices: Sequence[int], completions: list[Completion]
+    ) -> list[ScoredSample]:
+        """Score this rank's share of its replica's completions: all samples of every T-th prompt.
+
+        The samples of one prompt stay together for rewards that compare them. The reward is called on a rank whose
+        share is empty too, since a reward model's forward may be collective.
+        """
+        share = [c for c in completions if c.prompt_index % self.mesh.tp_size == self.mesh.tp_rank]
+        asked = [prompts[indices[completion.prompt_index]] for completion in share]
+        names = sorted({name for prompt in prompts for name in prompt.columns})
+        output = self.reward.score(
+            [prompt.text for prompt in asked],
+            [completion.text for completion in share],
+            [completion.token_ids for completion in share],
+            {name: [prompt.columns.get(name) for prompt in asked] for name in names},
+        )
+        for prompt, completion, reward in zip(asked, share, output.rewards, strict=True):
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(
+                    f"the reward of {completion.text!r} for prompt {prompt.text!r} is {reward}; "
+                    "a reward is a finite number, or None to mask the sample"
+                )
+        return [
+            ScoredSample(
+                prompt_index=indices[completion.prompt_index],
+                sample_index=completion.sample_index,
+                prompt=prompt.text,
+                completion=completion.text,
+                num_prompt_tokens=len(completion.prompt_token_ids),
+                num_completion_tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                # What was cut off from outside is no sample of the policy.
+                reward=None if completion.finish_reason == "abort" else reward,
+                parts={name: values[i] for name, values in output.parts.items()},
+            )
+            for i, (completion, prompt, reward) in enumerate(zip(share, asked, output.rewards, strict=True))
+        ]
+
+
+def request_seed(seed: int, step: int, prompt_index: int) -> int:
+    """The seed of all samples of one prompt; the generator derives each sample's from it and the sample's index."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # fits an int64
+
+
+def gather_or_raise(mesh: ParallelMesh, what: str, call: Callable[[], T]) -> list[T]:
+    """Run ``call`` on every rank and return all results, by rank; if it fails on any rank, raise on every rank.
+
+    Without this a rank whose call fails leaves the others waiting in their next collective.
+
+    Raises:
+        Exception: this rank's own, unchanged.
+        RuntimeError: another rank's, with its traceback in the message.
+    """
+    result, failure, text = None, None, None
+    try:
+        result = call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised again once the other ranks know
+        failure, text = error, traceback.format_exc()
+    outcomes = mesh.all_gather_object((result, text))
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in enumerate(outcomes):
+        if text is not None:
+            raise RuntimeError(f"{what} failed on rank {rank}:\n{text}")
+    return [result for result, _ in outcomes]
+
+
+def _trajectory(completion: Completion, prompt_index: int, reward: float | None) -> Trajectory:
+    return Trajectory(
+        prompt_index=prompt_index,
+        sample_index=completion.sample_index,
+        prompt_ids=completion.prompt_token_ids,
+        completion_ids=completion.token_ids,
+        behaviour_logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        weights_version=completion.weights_version,
+        reward=reward,
+    )

@@ -1,0 +1,268 @@
+"""PPO on language models: four models, one loop. `PPOTrainer.step` reads as the algorithm."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from hybrid.inference.params import SamplingParams
+from hybrid.monitor import Timers
+from hybrid.parallel import ParallelMesh
+from hybrid.rewards.function import FunctionReward
+from hybrid.rl.experience import ExperienceMaker, agreed_micro_batches, concatenate, ragged_batch
+from hybrid.rl.kl import make_kl_controller
+from hybrid.rl.metrics import StepMetrics
+from hybrid.rl.ppo import policy_loss, value_loss
+from hybrid.rl.records import Experience
+from hybrid.rl.rollout import RolloutCollector, ScoredSample, request_seed
+
+if TYPE_CHECKING:
+    from hybrid.config import PPOConfig
+    from hybrid.data.prompts import Prompt, PromptDataset
+    from hybrid.engine import HybridEngine
+    from hybrid.monitor import MetricsLogger
+    from hybrid.rewards import Reward
+    from hybrid.zero.model import ShardedModel
+
+Callback = Callable[[int, dict[str, float]], None]
+"""Called on every rank after each step with the number of steps done and the step's metrics; may be collective."""
+
+
+class PPOTrainer:
+    """Proximal policy optimisation of an actor against a reward, with a critic and a frozen reference.
+
+    Every rank makes one with the same arguments and calls the same methods. The result does not depend on the number
+    of ranks, on how they are arranged, or on ``max_tokens_per_microbatch``, up to rounding.
+
+    With ``top_k`` or ``top_p`` the generator samples from a truncated distribution, while the losses, the reference
+    and `rollout/logprob_gap_*` use the whole one at the same temperature: PPO's ratio stays consistent (old and new
+    log-probs are both the trainer's) but the samples are slightly off-policy and the gap no longer tends to 0. That
+    is allowed, and said once.
+
+    Args:
+        actor: generates and is trained; its tokenizer made the prompts.
+        critic: one score per token, over the actor's vocabulary.
+        ref: the KL penalty's reference; None for no penalty.
+        reward: scores completions: a `Reward`, or a function
+            ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``.
+        prompts: what is sampled from.
+        logger: gets each step's metrics, on the main rank.
+        timers: measure the stages; callbacks may add to them (``trainer.timers("save")``), which the next step reports.
+        callbacks: called in order after each step of `train`.
+    """
+
+    def __init__(
+        self,
+        actor: HybridEngine,
+        critic: ShardedModel,
+        ref: ShardedModel | None,
+        reward: Reward | Callable[..., Any],
+        prompts: PromptDataset,
+        config: PPOConfig,
+        *,
+        logger: MetricsLogger | None = None,
+        timers: Timers | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.actor, self.critic = actor, critic
+        self.prompts, self.config = prompts, config
+        self.logger, self.callbacks = logger, callbacks
+        self.mesh: ParallelMesh = actor.mesh
+        self.timers = timers or Timers(self.mesh.synchronize)
+        self.global_step = 0
+        self.last_samples: Sequence[ScoredSample] = ()  # all samples of the last step, for callbacks
+        self.kl_controller = make_kl_controller(config.kl_coef, config.kl_target, config.kl_horizon)
+        self.sampling = SamplingParams(
+            n=config.num_generations,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            max_tokens=config.max_completion_length,
+        )
+        if not hasattr(reward, "score"):
+            reward = FunctionReward(cast("Callable[..., Any]", reward))
+        self.collector = RolloutCollector(actor, cast("Reward", reward), timers=self.timers)
+        self.maker = ExperienceMaker(actor, critic, ref, config, timers=self.timers)
+        if (config.top_k or config.top_p < 1) and self.mesh.is_main:
+            warnings.warn(
+                f"top_k={config.top_k}, top_p={config.top_p} truncate what is sampled but not the loss's log-probs: "
+                "expect a log-prob gap; set --top_k 0 --top_p 1 to train on exactly what is sampled",
+                stacklevel=2,
+            )
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def train(self, total_steps: int) -> None:
+        """Run until ``total_steps`` steps have been done, those before a resume included."""
+        updates = total_steps * self.config.num_ppo_epochs * self.config.num_minibatches
+        self.actor.set_schedule(updates)
+        self.critic.set_schedule(updates)
+        while self.global_step < total_steps:
+            metrics = self.step()
+            if self.logger is not None and self.mesh.is_main:
+                self.logger.log(self.global_step, metrics)
+            for callback in self.callbacks:
+                callback(self.global_step, metrics)
+
+    def step(self) -> dict[str, float]:
+        """Sample a batch, score it, and update actor and critic on it. Returns the step's metrics."""
+        config, metrics, num_flips = self.config, StepMetrics(), len(self.actor.flips)
+        with self.timers("step"):
+            prompts = self.prompts.batch(self.global_step, config.prompts_per_step, config.seed)
+            rollout = self.collector.collect(prompts, self.sampling, seed=config.seed, step=self.global_step)
+            experiences = self.maker.make(rollout.trajectories, self.kl_controller.coef, metrics)
+            for epoch in range(config.num_ppo_epochs):
+                for minibatch in self.minibatches(experiences, epoch):
+                    self.update(minibatch, metrics)
+        self.global_step += 1
+        self.last_samples = rollout.samples
+        return self._summarise(metrics, rollout.samples, num_flips)
+
+    def minibatches(self, experiences: Sequence[Experience], epoch: int) -> Iterator[list[Experience]]:
+        """This rank's part of each of the step's minibatches, which may be none of it.
+
+        Samples of all ranks are shuffled and cut into ``num_minibatches`` of equal size; where a sample lands depends
+        on its place in the batch and not on its rank.
+        """
+        config = self.config
+        order = list(range(config.prompts_per_step * config.num_generations))
+        random.Random(request_seed(config.seed, self.global_step, epoch)).shuffle(order)
+        place = {sample: i for i, sample in enumerate(order)}
+        for number in range(config.num_minibatches):
+            low, high = (len(order) * k // config.num_minibatches for k in (number, number + 1))
+            yield [
+                experience
+                for experience in experiences
+                for t in [experience.trajectory]
+                if low <= place[t.prompt_index * config.num_generations + t.sample_index] < high
+            ]
+
+    def update(self, experiences: Sequence[Experience], metrics: StepMetrics) -> None:
+        """One optimizer step of actor and critic on this rank's part of a minibatch; none if it is empty everywhere."""
+        trajectories = [experience.trajectory for experience in experiences]
+        (total,) = self.mesh.reduce_scalars([sum(len(t.completion_ids) for t in trajectories)])
+        if not total:
+            return
+        packed = agreed_micro_batches(self.mesh, trajectories, self.config.max_tokens_per_microbatch)
+        micro_batches = [[experiences[i] for i in indices] for indices in packed]
+        with self.timers("update_actor"):
+            self._update_actor(micro_batches, int(total), metrics)
+        with self.timers("update_critic"):
+            self._update_critic(micro_batches, int(total), metrics)
+
+    def _update_actor(self, micro_batches: list[list[Experience]], num_tokens: int, metrics: StepMetrics) -> None:
+        config, device = self.config, self.mesh.device
+        for members in micro_batches:
+            batch = ragged_batch([member.trajectory for member in members], device)
+            scores = self.actor.logprobs(batch, temperature=config.temperature)
+            loss, sums = policy_loss(
+                scores.logprobs,
+                concatenate([member.old_logprobs for member in members], device),
+                concatenate([member.advantages for member in members], device),
+                scores.entropy,
+                cliprange=config.cliprange,
+                entropy_coef=config.entropy_coef,
+                num_tokens=num_tokens,
+            )
+            self.actor.backward(loss, reduction="sum")
+            for name, total in sums.items():
+                metrics.add_mean(f"actor/{name}", total, batch.num_targets)
+        report = self.actor.step()
+        metrics.add_mean("actor/grad_norm", report.grad_norm)
+        metrics.add_mean("actor/lr", report.lr)
+
+    def _update_critic(self, micro_batches: list[list[Experience]], num_tokens: int, metrics: StepMetrics) -> None:
+        config, device = self.config, self.mesh.device
+        for members in micro_batches:
+            batch = ragged_batch([member.trajectory for member in members], device)
+            values = self.critic.values(batch)
+            loss, sums = value_loss(
+                values,
+                concatenate([member.values for member in members], device),
+                concatenate([member.returns for member in members], device),
+                cliprange_value=config.cliprange_value,
+                vf_coef=config.vf_coef,
+                num_tokens=num_tokens,
+            )
+            self.critic.backward(loss, reduction="sum")
+            metrics.add_mean("critic/vpred_mean", values.detach().sum(), batch.num_targets)
+            for name, total in sums.items():
+                metrics.add_mean(f"critic/{name}", total, batch.num_targets)
+        report = self.critic.step()
+        metrics.add_mean("critic/grad_norm", report.grad_norm)
+
+    # -- looking at it -------------------------------------------------------------------------------------------
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
+        """Greedy completions of some prompts and their rewards, in the prompts' order, the same on every rank.
+
+        Two calls around `train` make the table of samples (``dataclasses.asdict`` of each).
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=self.config.max_completion_length)
+        # Timers of its own: the next step's report is about that step.
+        collector = RolloutCollector(self.actor, self.collector.reward, timers=Timers())
+        return collector.collect(prompts, params, seed=self.config.seed, step=self.global_step).samples
+
+    def _summarise(self, metrics: StepMetrics, samples: Sequence[ScoredSample], num_flips: int) -> dict[str, float]:
+        """Reduce the step's metrics over the ranks, add what is known of it as a whole, and adapt the KL penalty."""
+        reduced = metrics.reduce(self.mesh) | sample_metrics(samples)
+        reduced["actor/kl_coef"] = self.kl_controller.coef
+        trained = [s for s in samples if s.reward is not None and s.num_completion_tokens]
+        if trained:
+            tokens = sum(sample.num_completion_tokens for sample in trained)
+            self.kl_controller.update(reduced["kl"] * tokens / len(trained), len(trained))
+        seconds = self.timers.drain()
+        reduced |= {f"timing_s/{name}": value for name, value in seconds.items()}
+        generated = sum(sample.num_completion_tokens for sample in samples)
+        processed = generated + sum(sample.num_prompt_tokens for sample in samples)
+        reduced["perf/tokens_per_s"] = processed / max(seconds["step"], 1e-9)
+        reduced["perf/generated_tokens_per_s"] = generated / max(seconds["generate"], 1e-9)
+        reduced["perf/max_memory_gb"] = self.mesh.peak_memory() / 1e9
+        flips = self.actor.flips[num_flips:]
+        if flips:
+            reduced["flip/bytes_received"] = float(sum(flip.bytes_received for flip in flips))
+            reduced["flip/kv_blocks"] = float(max(flip.kv_blocks for flip in flips))
+            reduced["flip/peak_bytes"] = float(max(flip.peak_bytes for flip in flips))
+        reduced["training/global_step"] = float(self.global_step)
+        reduced["training/epoch"] = self.global_step * self.config.prompts_per_step / len(self.prompts.rows)
+        reduced["training/weights_version"] = float(self.actor.weights_version)
+        return reduced
+
+    # -- resuming ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the trainer itself must remember: the step, from which data and seeds follow, and the KL penalty."""
+        return {"global_step": self.global_step, "kl_controller": self.kl_controller.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+        self.kl_controller.load_state_dict(state["kl_controller"])
+
+
+def sample_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """Rewards and lengths over all samples of a step; masked samples count in lengths and in ``completions/masked``."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [sample.num_completion_tokens for sample in samples]
+    metrics = {
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "completions/masked": float(len(samples) - len(rewards)),
+    }
+    if rewards:
+        metrics |= {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+    for name in sorted({name for sample in samples for name in sample.parts}):
+        parts = [part for sample in samples if (part := sample.parts.get(name)) is not None]
+        if parts:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(parts)
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.prompt_index, []).append(sample.reward)
+    if groups:
+        metrics["frac_reward_zero_std"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
+    return metrics
