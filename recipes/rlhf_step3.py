@@ -1,0 +1,110 @@
+"""RLHF step 3: improve a language model with PPO against a reward.
+
+    python recipes/rlhf_step3.py                               # the demo: SmolLM2-135M learns a small task on a CPU
+    python recipes/rlhf_step3.py --actor llama-2-7b --prompts prompts.jsonl --reward my_reward.py:score
+    python recipes/rlhf_step3.py --actor ./sft --reward ./reward-model --prompts owner/dataset --prompt_column question
+    torchrun --nproc-per-node 2 recipes/rlhf_step3.py --zero_stage 3 --tp_size 2
+
+Models are directories, Hub ids or aliases. Without --prompts it runs the demo task, with settings that suit it unless
+they are set. The run's directory gets the trained model (actor/), metrics.jsonl, samples.jsonl and config.yaml.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from hybrid.arguments import input_errors, parse_arguments, save_config, to_flags
+from hybrid.config import PPOSettings
+
+if TYPE_CHECKING:
+    from hybrid.rl.setup import PPOInputs
+
+# Short samples of a task that a small model learns within minutes.
+DEMO = {"total_steps": 24, "max_prompt_length": 32, "max_completion_length": 8, "whiten_advantages": True}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with input_errors():
+        groups = list(get_type_hints(PPOSettings).values())
+        settings = PPOSettings(*parse_arguments(groups, argv, description=__doc__, presets=presets))
+        settings.parallel.check_world(int(os.environ.get("WORLD_SIZE", "1")))
+    # Only now what imports torch, so that --help and a mistyped flag are answered at once.
+    from hybrid.parallel import run_main
+
+    run_main(lambda: run(settings))
+
+
+def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {} if given.get("prompts") else DEMO
+
+
+def run(settings: PPOSettings) -> None:
+    from hybrid.rl.setup import find_inputs
+
+    quieten()
+    with input_errors():
+        inputs = find_inputs(settings, int(os.environ.get("WORLD_SIZE", "1")))
+    train(settings, inputs)
+
+
+def train(settings: PPOSettings, inputs: PPOInputs) -> None:
+    from hybrid.monitor import RunRecorder, Timers, make_output_dir
+    from hybrid.parallel import init_parallel
+    from hybrid.rl.setup import load_parts
+    from hybrid.rl.trainer import PPOTrainer
+
+    mesh = init_parallel(settings.parallel.tp_size)
+    parts = load_parts(inputs, settings, mesh)
+    actor = parts.actor
+    steps = settings.run.total_steps or -(-len(inputs.prompts) // settings.ppo.prompts_per_step)
+    output_dir = mesh.broadcast_object(make_output_dir(settings.run.output_dir, "rlhf_step3") if mesh.is_main else None)
+    recorder = None
+    if mesh.is_main:
+        resolved = dataclasses.replace(settings.run, total_steps=steps, output_dir=str(output_dir))
+        configs = settings._replace(run=resolved)
+        save_config(output_dir / "config.yaml", configs)
+        recorder = RunRecorder(output_dir, total_steps=steps, config=to_flags(configs), run=resolved)
+
+    def after_step(step: int, metrics: dict[str, float]) -> None:
+        if recorder is not None:
+            recorder.record(step, metrics, map(dataclasses.asdict, trainer.last_samples))
+        if settings.run.save_steps and step % settings.run.save_steps == 0 and step < steps:
+            with trainer.timers("save"):
+                actor.save_pretrained(output_dir / f"checkpoint-{step}")
+
+    trainer = PPOTrainer(
+        actor,
+        parts.critic,
+        parts.ref,
+        parts.reward,
+        inputs.prompts,
+        settings.ppo,
+        timers=Timers(mesh.synchronize),
+        callbacks=[after_step],
+    )
+    before = trainer.evaluate(inputs.shown)
+    trainer.train(steps)
+    after = trainer.evaluate(inputs.shown)
+    actor.save_pretrained(output_dir / "actor")
+    if recorder is not None:
+        recorder.finish([dataclasses.asdict(s) for s in before], [dataclasses.asdict(s) for s in after])
+
+
+def quieten() -> None:
+    """Warnings as one line each, from rank 0 alone, and no progress bars but our own."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if int(os.environ.get("RANK", "0")) != 0:
+        warnings.simplefilter("ignore")
+    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

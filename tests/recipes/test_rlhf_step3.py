@@ -1,0 +1,222 @@
+"""The recipe as a person runs it: instant help, one sentence for each mistake, and whole runs on tiny models."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes import rlhf_step3
+from tests.tiny import save_tiny_llama
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = str(ROOT / "recipes" / "rlhf_step3.py")
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*words: Any, launcher: list[str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the recipe; a run that hangs is ended with all its ranks."""
+    command = [*(launcher or [sys.executable]), RECIPE, *map(str, words)]
+    process = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # a launcher ends its ranks, which are in sessions of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"{' '.join(command)} hung: {process.communicate()}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_help_answers_at_once() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = run("--help")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.0
+    assert result.returncode == 0
+    assert "torchrun --nproc-per-node 2 recipes/rlhf_step3.py" in result.stdout
+    for flag in ("--actor", "--zero_stage", "--tp_size", "--kl_coef", "--output_dir", "--config"):
+        assert flag in result.stdout
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tiny_reward_model: Path) -> Path:
+    """A directory with good and bad inputs under short names, and the recipe kept from training."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rlhf_step3, "quieten", lambda: None)
+    monkeypatch.setattr(rlhf_step3, "train", lambda settings, inputs: None)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "tiny").symlink_to(tiny_llama)
+    (tmp_path / "rm").symlink_to(tiny_reward_model)
+    (tmp_path / "noweights").mkdir()
+    shutil.copy(tiny_llama / "config.json", tmp_path / "noweights")
+    (tmp_path / "good.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
+    (tmp_path / "nocolumn.jsonl").write_text('{"question": "ab", "id": 1}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 300}) + "\n")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "reward.py").write_text(
+        "def good(completions): return [1.0] * len(completions)\n"
+        "def needy(completions, gold): return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--actr tiny", "unknown flag --actr; did you mean --actor?"),
+        ("--config none.yaml", "--config none.yaml cannot be read"),
+        ("--tp_size 3", "tp_size=3 does not divide the world of 1 rank; set --tp_size to one of 1"),
+        ("--actor lama-2-7b", "did you mean llama-2-7b"),
+        ("--actor ./nowhere", "model './nowhere': there is no such directory"),
+        (
+            "--actor llama-2-7b",
+            "'llama-2-7b' (meta-llama/Llama-2-7b-hf): it is not in the local cache and HF_HUB_OFFLINE",
+        ),
+        ("--actor ./noweights", "the directory has no weights"),
+        ("--actor ./tiny --reward ./tiny", "without a score head"),
+        ("--actor ./tiny --prompts good.jsonl", "need a reward; set --reward"),
+        ("--actor ./tiny --reward reward.py:good --prompts none.jsonl", "prompts 'none.jsonl': there is no such file"),
+        ("--actor ./tiny --reward reward.py:good --prompts empty.jsonl", "the file is empty"),
+        ("--actor ./tiny --reward reward.py:good --prompts nocolumn.jsonl", "it has question, id; name one with"),
+        ("--actor ./tiny --reward reward.py:good --prompts long.jsonl", "1 are longer than max_prompt_length=256"),
+        ("--actor ./tiny --reward reward.py:god", "has no function god; did you mean good?"),
+        ("--actor ./tiny --reward nowhere.py:f", "there is no file nowhere.py"),
+        ("--actor ./tiny --reward reward.py:needy --prompts good.jsonl", "needs gold; besides prompts, completions"),
+        ("--actor ./tiny --output_dir run", "output_dir=run holds a run already (metrics.jsonl)"),
+        ("--actor ./tiny --report_to wandbb", "unknown tracker 'wandbb'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_each_mistake_is_one_sentence(files: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        rlhf_step3.main(line.split())
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_critic_and_reference_must_share_the_actors_vocabulary(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_llama(files / "other", vocab_size=64)
+    with pytest.raises(SystemExit):
+        rlhf_step3.main(["--actor", "./tiny", "--critic", "./other"])
+    assert "the critic './other' has another vocabulary than the actor" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_defaults_of_the_roles(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(rlhf_step3, "train", lambda settings, inputs: found.append(inputs))
+    rlhf_step3.main(["--actor", "./tiny", "--max_prompt_length", "64"])
+    rlhf_step3.main(["--actor", "./tiny", "--max_prompt_length", "64", "--reward", "./rm"])
+    by_function, by_model = found
+    assert (by_function.critic.name, by_function.ref.name) == ("./tiny", "./tiny")
+    assert by_function.reward.name == "larger_number"
+    assert (by_model.critic.name, by_model.ref.name, by_model.reward.name) == ("./rm", "./tiny", "./rm")
+
+
+def test_under_a_launcher_one_rank_speaks() -> None:
+    result = run("--actr", "x", launcher=TORCHRUN)
+    assert result.returncode != 0
+    assert result.stderr.count("error: unknown flag --actr") == 1
+
+
+def check_run(output_dir: Path, steps: int) -> dict[str, Any]:
+    """What every run leaves behind; returns the last step's metrics."""
+    module = AutoModelForCausalLM.from_pretrained(output_dir / "actor")
+    tokenizer = AutoTokenizer.from_pretrained(output_dir / "actor")
+    assert tokenizer.chat_template
+    ids = tokenizer("Which", return_tensors="pt")
+    assert torch.isfinite(module(**ids).logits).all()
+    lines = read_lines(output_dir / "metrics.jsonl")
+    assert [line["training/global_step"] for line in lines] == list(range(1, steps + 1))
+    samples = read_lines(output_dir / "samples.jsonl")
+    assert {"step", "prompt", "completion", "reward", "finish_reason"} <= set(samples[0])
+    config = yaml.safe_load((output_dir / "config.yaml").read_text())
+    assert (config["total_steps"], config["output_dir"]) == (steps, str(output_dir))
+    return lines[-1]
+
+
+def test_the_demo_on_a_tiny_model(tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("--actor", tiny_llama, "--max_prompt_length", 64, "--total_steps", 2, "--output_dir", out)
+    assert result.returncode == 0, result.stderr
+    assert "Samples before and after" in result.stdout
+    assert "reward=" in result.stderr
+    last = check_run(out, 2)
+    names = "reward reward_std rewards/larger_number/mean kl entropy completions/mean_length completions/clipped_ratio "
+    names += (
+        "frac_reward_zero_std actor/pg_loss actor/grad_norm actor/lr actor/kl_coef critic/vf_loss critic/grad_norm "
+    )
+    names += "rollout/logprob_gap_mean rollout/ratio_max timing_s/step timing_s/generate timing_s/flip_to_generate "
+    names += "flip/bytes_received flip/kv_blocks perf/tokens_per_s perf/max_memory_gb training/weights_version"
+    assert not set(names.split()) - set(last)
+    again = run("--config", out / "config.yaml")
+    assert again.returncode == 2
+    assert "holds a run already" in again.stderr
+
+
+def test_prompts_and_a_reward_function_on_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "ab" * n, "n": n}) + "\n" for n in range(1, 6))
+    )
+    (tmp_path / "reward.py").write_text(
+        "def score(completions, n):\n    return [float(len(c) > k) for c, k in zip(completions, n)]\n"
+    )
+    words = f"--prompts {tmp_path}/prompts.jsonl --reward {tmp_path}/reward.py:score --prompts_per_step 3 --tp_size 2"
+    words += " --num_generations 3 --max_completion_length 6 --save_steps 1 --no_apply_chat_template"
+    out = tmp_path / "out"
+    result = run("--actor", tiny_llama, "--output_dir", out, *words.split(), launcher=TORCHRUN)
+    assert result.returncode == 0, result.stderr
+    check_run(out, 2)  # one pass over five prompts, three at a time
+    assert (out / "checkpoint-1" / "model.safetensors").exists()
+    assert result.stdout.count("Samples before and after") == 1
+
+
+def test_a_reward_model_is_reward_and_critic(tiny_llama: Path, tiny_reward_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    words = f"--prompts {tmp_path}/prompts.jsonl --prompts_per_step 2 --max_completion_length 4 --total_steps 1"
+    out = tmp_path / "out"
+    result = run("--actor", tiny_llama, "--reward", tiny_reward_model, "--output_dir", out, *words.split())
+    assert result.returncode == 0, result.stderr
+    assert "rewards/reward_model/mean" in check_run(out, 1)
