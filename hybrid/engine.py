@@ -321,7 +321,7 @@ class HybridEngine:
 
         Raises:
             ModeError: the engine is not in GENERATE mode.
-            ValueError: an empty prompt, a request that cannot fit the pool, or requests that
+            ValueError: an empty prompt, a request that cannot fit the model or the pool, or requests that
                 differ within a tensor group.
         """
         if self._generator is None:
@@ -335,8 +335,19 @@ class HybridEngine:
             base = (self._calls << 40) + (self.mesh.dp_rank << 32)
             seeds = [base + index for index in range(len(prompts))]
         encoded = self.encode(prompts)
+        self._check_lengths(encoded, requests)
         self._check_same_requests(encoded, requests, seeds)
         return self._generator.generate(encoded, requests, list(seeds), progress=progress)
+
+    def _check_lengths(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        """Past its last position a model rambles or crashes, and says neither."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            if limit is not None and len(prompt) + each.max_tokens > limit:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, which with max_tokens={each.max_tokens} is more than "
+                    f"the model's {limit} positions; shorten the prompt or set a smaller max_tokens"
+                )
 
     def _check_same_requests(
         self, prompts: list[list[int]], params: list[SamplingParams], seeds: Sequence[int]

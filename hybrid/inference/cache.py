@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 
@@ -29,9 +32,8 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        # Zeros, because a masked key's weight of 0 times a NaN left in fresh memory would be NaN.
-        self.key = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
-        self.value = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
+        self.key = _zeros(shape, dtype, torch.device(device)).transpose(2, 3)
+        self.value = _zeros(shape, dtype, torch.device(device)).transpose(2, 3)
 
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -53,3 +55,12 @@ class KVCache:
         sources, targets = torch.tensor(copies, device=self.key.device).unbind(-1)
         for tensor in (self.key.transpose(2, 3), self.value.transpose(2, 3)):
             tensor.index_copy_(1, targets, tensor.index_select(1, sources))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, because a masked key's weight of 0 times a NaN left in fresh memory would be NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the system for pages that are zero already, and gets each when it is first touched: a pool that is
+    # made anew at every flip then costs what is used of it. torch.zeros would write every byte.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

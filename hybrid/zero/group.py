@@ -14,7 +14,7 @@ refilled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,15 +80,8 @@ class ParamGroup:
     def _allocate_and_fill(self) -> None:
         """Take the module's full parameters into the shard and leave the group at its resting level."""
         layout, device = self.layout, self._mesh.device
-        buffer = torch.zeros(layout.slice_numel(self._tp_rank), dtype=self.dtype, device=device)
-        offsets = layout.slice_offsets(self._tp_rank)
-        for member, offset in zip(self.members, offsets, strict=False):
-            start, stop = member.layout.rows(self._tp_rank, layout.num_slices)
-            source = _axis_major(member.parameter.data, member.layout)
-            shape = member.layout.slice_shape(self._tp_rank, layout.num_slices)
-            target = buffer[offset : offset + _numel(shape)].view(shape)
-            target.copy_(source[start:stop] if source.dim() else source)
-        start, stop = layout.piece_range(self._tp_rank, 0 if self._replicated else self._mesh.index(self._piece_axis))
+        buffer = self._cut_slice([member.parameter.data for member in self.members], self.dtype)
+        start, stop = self._piece_bounds
         rests_whole = self.resting is Level.FULL
         self.shard = buffer if layout.num_pieces == 1 else buffer[start:stop]
         if not rests_whole and layout.num_pieces > 1:
@@ -110,6 +103,25 @@ class ParamGroup:
             self._to(Level.SHARD)
         else:
             self._point(self._full_views)
+
+    def _cut_slice(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice buffer, cut out of full weights (or what is shaped like them) in the module's order."""
+        layout = self.layout
+        buffer = torch.zeros(layout.slice_numel(self._tp_rank), dtype=dtype, device=self._mesh.device)
+        offsets = layout.slice_offsets(self._tp_rank)
+        for member, weight, offset in zip(self.members, weights, offsets, strict=False):
+            start, stop = member.layout.rows(self._tp_rank, layout.num_slices)
+            source = _axis_major(weight, member.layout)
+            shape = member.layout.slice_shape(self._tp_rank, layout.num_slices)
+            target = buffer[offset : offset + _numel(shape)].view(shape)
+            target.copy_(source[start:stop] if source.dim() else source)
+        return buffer
+
+    @property
+    def _piece_bounds(self) -> tuple[int, int]:
+        """Where this rank's shard lies in its slice buffer."""
+        piece = 0 if self._replicated else self._mesh.index(self._piece_axis)
+        return self.layout.piece_range(self._tp_rank, piece)
 
     def _views(self, buffer: torch.Tensor, offsets: Sequence[int], full: bool) -> list[torch.Tensor]:
         views = []
@@ -168,7 +180,7 @@ class ParamGroup:
             if self.level is Level.SHARD:
                 self._fill_slice(async_op=False)
             _allocate(self._full)
-            self._spread_slices()
+            self._works += self._spread_slices(self._slice, self._full)
         check_move(self.name, self.level, Level.INFLIGHT)
         self.level = Level.INFLIGHT
 
@@ -194,20 +206,21 @@ class ParamGroup:
         if work is not None:
             self._works.append(work)
 
-    def _spread_slices(self) -> None:
+    def _spread_slices(self, slice_: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
         """SLICE -> FULL: every weight's slices meet in its contiguous range of the full buffer."""
-        layout = self.layout
+        layout, works = self.layout, []
         mine = layout.slice_offsets(self._tp_rank)
         for index, param in enumerate(layout.params):
             bounds = [param.slice_range(t, layout.num_slices)[0] for t in range(layout.num_slices)] + [param.numel]
             offset = layout.full_offsets[index]
-            weight = self._full[offset : offset + param.numel]
-            weight[bounds[self._tp_rank] : bounds[self._tp_rank + 1]].copy_(self._slice[mine[index] : mine[index + 1]])
-            self._works += self._mesh.all_gather_ranges(weight, bounds, "tensor", async_op=True)
+            weight = full[offset : offset + param.numel]
+            weight[bounds[self._tp_rank] : bounds[self._tp_rank + 1]].copy_(slice_[mine[index] : mine[index + 1]])
+            works += self._mesh.all_gather_ranges(weight, bounds, "tensor", async_op=True)
+        return works
 
     @property
     def _my_piece(self) -> torch.Tensor:
-        start, stop = self.layout.piece_range(self._tp_rank, self._mesh.index(self._piece_axis))
+        start, stop = self._piece_bounds
         return self._slice[start:stop]
 
     def release(self) -> None:
@@ -326,14 +339,37 @@ class ParamGroup:
             if work is not None:
                 work.wait()
 
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def gather_whole(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Whole tensors by parameter name, in the module's order, of what is sharded as the weights are: masters,
+        moments. A collective; the group's own buffers are left alone."""
+        layout = self.layout
+        start, stop = self._piece_bounds
+        buffer = shard.new_empty(layout.slice_numel(self._tp_rank))
+        buffer[start:stop].copy_(shard)
+        if layout.num_pieces > 1:
+            self._mesh.all_gather(buffer, self._piece_axis)
+        if layout.num_slices > 1:
+            full = shard.new_empty(layout.full_offsets[-1])
+            for work in self._spread_slices(buffer, full):
+                work.wait()
+            buffer = full
+        views = self._views(buffer, layout.full_offsets, full=True)
+        return {member.name: view for member, view in zip(self.members, views, strict=True)}
+
+    def cut_shard(self, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's fp32 shard of whole tensors: the inverse of `gather_whole`, and not a collective."""
+        start, stop = self._piece_bounds
+        return self._cut_slice([whole[member.name] for member in self.members], torch.float32)[start:stop].clone()
+
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def find_member(self, predicate: Callable[[torch.Tensor], bool]) -> str | None:
         """Name of the first parameter for whose part of this rank's gradient shard ``predicate`` holds."""
         if self.grad is None:
             return None
-        piece = 0 if self._replicated else self._mesh.index(self._piece_axis)
-        start, stop = self.layout.piece_range(self._tp_rank, piece)
+        start, stop = self._piece_bounds
         offsets = self.layout.slice_offsets(self._tp_rank)
         for member, low, high in zip(self.members, offsets[:-1], offsets[1:], strict=True):
             low, high = max(low, start), min(high, stop)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,7 @@ class ShardedModel:
         )
 
     def set_schedule(self, total_steps: int | None) -> None:
-        """Set the learning-rate schedule; names are those of transformers' ``get_scheduler``.
+        """Set the learning-rate schedule, as far on as there have been steps; names are those of ``get_scheduler``.
 
         Raises:
             ValueError: the schedule decays and ``total_steps`` is None.
@@ -131,6 +132,10 @@ class ShardedModel:
             self.scheduler = None  # set once the number of steps is known; `step` insists
             return
         self.scheduler = get_scheduler(name, self.optimizer, self.optim_config.warmup_steps, total_steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects the optimizer's step between, which was in another process
+            for _ in range(self.weights_version):
+                self.scheduler.step()
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -237,6 +242,53 @@ class ShardedModel:
             for member in group.members:
                 yield member.name, member.parameter.data
             group.release()
+
+    def optimizer_state(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Masters and the optimizer's state, whole, group by group; a collective.
+
+        Keys are ``NAME`` for a parameter's master and ``NAME#KEY`` for each entry of its state.
+        """
+        if self.optimizer is None:
+            return
+        for group in self.groups:
+            if group.master is None:
+                continue
+            tensors = group.gather_whole(group.master.data)
+            for key, value in self.optimizer.state[group.master].items():
+                if value.shape == group.master.shape:
+                    whole = group.gather_whole(value)
+                else:  # the step's count
+                    whole = {member.name: value.clone() for member in group.members}
+                tensors |= {f"{name}#{key}": tensor for name, tensor in whole.items()}
+            yield tensors
+
+    def load_optimizer_state(self, tensors: Mapping[str, torch.Tensor], weights_version: int) -> None:
+        """Restore what `optimizer_state` yielded, whatever the sharding it came from; every rank calls this.
+
+        Raises:
+            ValueError: a tensor has another shape than the parameter.
+        """
+        if self.optimizer is None:
+            raise ValueError("this model was built without an optimizer (optim=None), so it has no state to load")
+        keys = sorted({key.partition("#")[2] for key in tensors if "#" in key})
+        for group in self.groups:
+            if group.master is None:
+                continue
+            for member in group.members:
+                shape = tuple(tensors[member.name].shape)
+                if shape != member.layout.shape:
+                    raise ValueError(
+                        f"the checkpoint's {member.name} has shape {shape} and the model's {member.layout.shape}; "
+                        "resume with the model that was saved"
+                    )
+            group.master.data.copy_(group.cut_shard({m.name: tensors[m.name] for m in group.members}))
+            state = self.optimizer.state[group.master]
+            for key in keys:
+                whole = {member.name: tensors[f"{member.name}#{key}"] for member in group.members}
+                first = whole[group.members[0].name]
+                state[key] = group.cut_shard(whole) if first.shape == group.members[0].layout.shape else first
+            group.write_back()
+        self.weights_version = weights_version
 
     def save_pretrained(self, directory: str | Path, tokenizer: Any = None) -> None:
         """Write a Hugging Face model directory; every rank calls this, the first one writes."""
