@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hybrid.inference.params import SamplingParams
     from hybrid.inference.sequence import Completion
     from hybrid.parallel import ParallelMesh, init_parallel
+    from hybrid.rl.setup import make_ppo_trainer
     from hybrid.rl.trainer import PPOTrainer
 
 # Names load on first use, so that `import hybrid.config` (and with it `--help`) never pays for torch.
@@ -25,6 +26,7 @@ _EXPORTS = {
     "SamplingParams": "hybrid.inference.params",
     "ZeroConfig": "hybrid.config",
     "init_parallel": "hybrid.parallel",
+    "make_ppo_trainer": "hybrid.rl.setup",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "SamplingParams",
     "ZeroConfig",
     "init_parallel",
+    "make_ppo_trainer",
 ]
 
 

@@ -48,8 +48,6 @@ UNAVAILABLE = {
     "enable_ema": _LATER,
     "unsup_coef": _LATER,
     "eval_steps": _LATER,
-    "save_total_limit": _LATER,
-    "resume_from_checkpoint": _LATER,
     "per_device_generation_batch_size": "is counted per device; set --prompts_per_step, which counts all devices",
     "per_device_training_batch_size": "does not exist: set --num_minibatches for optimizer steps, "
     "--max_tokens_per_microbatch for memory",

@@ -70,12 +70,11 @@ def load_checkpoint(directory: str | Path, models: Mapping[str, ShardedModel]) -
         ValueError: the directory is no checkpoint, or one of other models.
     """
     directory = Path(directory)
-    path = directory / _STATE_FILE
-    if not path.is_file():
+    if not is_checkpoint(directory):
         raise ValueError(
             f"{directory} is no checkpoint (it has no {_STATE_FILE}); set --resume_from_checkpoint to a checkpoint-N"
         )
-    record = json.loads(path.read_text())
+    record = json.loads((directory / _STATE_FILE).read_text())
     missing = sorted(models.keys() - record["models"].keys())
     if missing:
         raise ValueError(f"{directory} holds no {', '.join(missing)}; it has {', '.join(sorted(record['models']))}")
@@ -105,13 +104,18 @@ class _Reader(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a directory holds a whole checkpoint."""
+    return (directory / _STATE_FILE).is_file()
+
+
 def find_checkpoints(directory: str | Path) -> list[Path]:
     """Complete checkpoints in a run's directory, oldest first."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
     found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(found, key=lambda pair: int(pair[0][1])) if (path / _STATE_FILE).is_file()]
+    return [path for match, path in sorted(found, key=lambda pair: int(pair[0][1])) if is_checkpoint(path)]
 
 
 def drop_old_checkpoints(directory: str | Path, keep: int) -> None:

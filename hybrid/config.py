@@ -253,13 +253,24 @@ class RunConfig:
     overwrite_output_dir: bool = setting(False, "allow output_dir to hold a run already; its files are replaced")
     report_to: tuple[str, ...] = setting((), "trackers besides metrics.jsonl: tensorboard, wandb, mlflow, ...")
     logging_steps: int = setting(1, "write metrics and samples every this many steps")
-    save_steps: int = setting(0, "save the actor every this many steps too; 0: at the end alone")
+    save_steps: int = setting(
+        0, "write a checkpoint to resume from, with the actor as a model, every this many steps; 0: none"
+    )
+    save_total_limit: int = setting(0, "keep this many of the newest checkpoints; 0: all")
+    resume_from_checkpoint: str | None = setting(
+        None,
+        "go on from a checkpoint-N directory; auto: from the newest in output_dir, or from the start if it has none",
+    )
 
     def __post_init__(self) -> None:
         if self.total_steps is not None:
             _at_least(1, total_steps=self.total_steps)
         _at_least(1, logging_steps=self.logging_steps)
-        _at_least(0, save_steps=self.save_steps)
+        _at_least(0, save_steps=self.save_steps, save_total_limit=self.save_total_limit)
+        _require(
+            self.resume_from_checkpoint != "auto" or self.output_dir is not None,
+            "resume_from_checkpoint=auto looks in output_dir, which is not set; set --output_dir to the run's",
+        )
 
 
 class PPOSettings(NamedTuple):

@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 recipes/rlhf_step3.py --zero_stage 3 --tp_size 2
 
 Models are directories, Hub ids or aliases. Without --prompts it runs the demo task, with settings that suit it unless
-they are set. The run's directory gets the trained model (actor/), metrics.jsonl, samples.jsonl and config.yaml.
+they are set. The run's directory gets the trained model (actor/), metrics.jsonl, samples.jsonl and config.yaml; with
+--save_steps also checkpoints, from which --resume_from_checkpoint auto goes on, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def run(settings: PPOSettings) -> None:
 
 
 def train(settings: PPOSettings, inputs: PPOInputs) -> None:
+    from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints
     from hybrid.monitor import RunRecorder, Timers, make_output_dir
     from hybrid.parallel import init_parallel
     from hybrid.rl.setup import load_parts
@@ -63,20 +65,6 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
     actor = parts.actor
     steps = settings.run.total_steps or -(-len(inputs.prompts) // settings.ppo.prompts_per_step)
     output_dir = mesh.broadcast_object(make_output_dir(settings.run.output_dir, "rlhf_step3") if mesh.is_main else None)
-    recorder = None
-    if mesh.is_main:
-        resolved = dataclasses.replace(settings.run, total_steps=steps, output_dir=str(output_dir))
-        configs = settings._replace(run=resolved)
-        save_config(output_dir / "config.yaml", configs)
-        recorder = RunRecorder(output_dir, total_steps=steps, config=to_flags(configs), run=resolved)
-
-    def after_step(step: int, metrics: dict[str, float]) -> None:
-        if recorder is not None:
-            recorder.record(step, metrics, map(dataclasses.asdict, trainer.last_samples))
-        if settings.run.save_steps and step % settings.run.save_steps == 0 and step < steps:
-            with trainer.timers("save"):
-                actor.save_pretrained(output_dir / f"checkpoint-{step}")
-
     trainer = PPOTrainer(
         actor,
         parts.critic,
@@ -85,14 +73,36 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
         inputs.prompts,
         settings.ppo,
         timers=Timers(mesh.synchronize),
-        callbacks=[after_step],
     )
-    before = trainer.evaluate(inputs.shown)
+    if inputs.checkpoint is not None:
+        before = trainer.load_checkpoint(inputs.checkpoint)["before"]
+    else:
+        before = [dataclasses.asdict(sample) for sample in trainer.evaluate(inputs.shown)]
+    recorder = None
+    if mesh.is_main:
+        resolved = dataclasses.replace(settings.run, total_steps=steps, output_dir=str(output_dir))
+        configs = settings._replace(run=resolved)
+        save_config(output_dir / "config.yaml", configs)
+        recorder = RunRecorder(
+            output_dir, total_steps=steps, config=to_flags(configs), run=resolved, resume_step=trainer.global_step
+        )
+
+    def after_step(step: int, metrics: dict[str, float]) -> None:
+        if recorder is not None:
+            recorder.record(step, metrics, map(dataclasses.asdict, trainer.last_samples))
+        if settings.run.save_steps and step % settings.run.save_steps == 0:
+            with trainer.timers("save"):
+                trainer.save_checkpoint(output_dir / checkpoint_name(step), before=before)
+                actor.save_pretrained(output_dir / checkpoint_name(step) / "actor")
+                if mesh.is_main:
+                    drop_old_checkpoints(output_dir, settings.run.save_total_limit)
+
+    trainer.callbacks = [after_step]
     trainer.train(steps)
-    after = trainer.evaluate(inputs.shown)
+    after = [dataclasses.asdict(sample) for sample in trainer.evaluate(inputs.shown)]
     actor.save_pretrained(output_dir / "actor")
     if recorder is not None:
-        recorder.finish([dataclasses.asdict(s) for s in before], [dataclasses.asdict(s) for s in after])
+        recorder.finish(before, after)
 
 
 def quieten() -> None:

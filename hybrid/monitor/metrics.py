@@ -14,12 +14,21 @@ if TYPE_CHECKING:
 
 
 class _JsonLines:
-    """A file of one JSON object a line, each on disk before the next is written."""
+    """A file of one JSON object a line, each on disk before the next is written.
 
-    def __init__(self, path: Path) -> None:
+    A run that is resumed keeps the lines up to ``resume_step``, the step it goes on from; any other replaces the file.
+    """
+
+    def __init__(self, path: Path, *, step_key: str, resume_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self.kept: list[dict[str, Any]] = []
+        if resume_step and path.exists():
+            records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            self.kept = [record for record in records if record[step_key] <= resume_step]
         self._file = path.open("w", buffering=1)  # by line, so that a run that is killed leaves whole lines
+        for record in self.kept:
+            self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
@@ -35,6 +44,7 @@ class MetricsLogger:
         output_dir: where ``metrics.jsonl`` goes; None: nowhere.
         report_to: trackers by accelerate's names ("tensorboard", "wandb", ...).
         config: the run's settings, told to the trackers.
+        resume_step: the step that a resumed run goes on from; ``kept`` then holds the metrics up to it.
     """
 
     def __init__(
@@ -42,9 +52,15 @@ class MetricsLogger:
         output_dir: str | Path | None = None,
         report_to: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        *,
+        resume_step: int = 0,
     ) -> None:
         check_trackers(report_to)
-        self._file = None if output_dir is None else _JsonLines(Path(output_dir) / "metrics.jsonl")
+        self._file, self.kept = None, []
+        if output_dir is not None:
+            path = Path(output_dir) / "metrics.jsonl"
+            self._file = _JsonLines(path, step_key="training/global_step", resume_step=resume_step)
+            self.kept = self._file.kept
         self._trackers = _start_trackers(report_to, Path(output_dir or "."), config or {})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -70,8 +86,8 @@ class MetricsLogger:
 class SamplesWriter:
     """Writes ``samples.jsonl``: prompts, completions and their rewards, step by step."""
 
-    def __init__(self, output_dir: str | Path) -> None:
-        self._file = _JsonLines(Path(output_dir) / "samples.jsonl")
+    def __init__(self, output_dir: str | Path, *, resume_step: int = 0) -> None:
+        self._file = _JsonLines(Path(output_dir) / "samples.jsonl", step_key="step", resume_step=resume_step)
 
     def write(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         for sample in samples:

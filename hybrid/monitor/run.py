@@ -60,12 +60,13 @@ class RunRecorder:
         total_steps: int,
         config: Mapping[str, Any],
         run: RunConfig,
+        resume_step: int = 0,
     ) -> None:
         self.output_dir, self.logging_steps = output_dir, run.logging_steps
-        self._logger = MetricsLogger(output_dir, run.report_to, config)
-        self._samples = SamplesWriter(output_dir)
-        self._progress = Progress(total_steps)
-        self._rewards: list[float] = []
+        self._logger = MetricsLogger(output_dir, run.report_to, config, resume_step=resume_step)
+        self._samples = SamplesWriter(output_dir, resume_step=resume_step)
+        self._progress = Progress(total_steps, initial=resume_step)
+        self._rewards: list[float] = [kept["reward"] for kept in self._logger.kept if kept.get("reward") is not None]
 
     def record(self, step: int, metrics: Mapping[str, float], samples: Iterable[Mapping[str, Any]]) -> None:
         """One step, counted from 1: its metrics, and its samples as mappings."""

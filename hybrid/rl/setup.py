@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid.config import DataConfig, PPOConfig, PPOSettings
+from hybrid.checkpoint import find_checkpoints, is_checkpoint
+from hybrid.config import (
+    CriticConfig,
+    DataConfig,
+    InferenceConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    PPOSettings,
+    RunConfig,
+    ZeroConfig,
+)
 from hybrid.data.prompts import Prompt, PromptDataset, load_prompts
 from hybrid.data.tasks import LargerNumberTask, larger_number
 from hybrid.engine import HybridEngine
@@ -23,9 +37,10 @@ from hybrid.models.loading import (
 )
 from hybrid.models.plans import tensor_parallel_plan
 from hybrid.monitor import check_output_dir, check_trackers
-from hybrid.parallel import ParallelMesh
+from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.rewards import FunctionReward, ModelReward, Reward, load_reward
 from hybrid.rewards.function import is_function_path
+from hybrid.rl.trainer import PPOTrainer
 from hybrid.zero.model import ShardedModel
 
 _NUM_SHOWN = 6
@@ -38,10 +53,11 @@ class PPOInputs:
     actor: ResolvedModel
     critic: ResolvedModel
     ref: ResolvedModel
-    reward: ResolvedModel | FunctionReward
+    reward: ResolvedModel | Reward
     tokenizer: PreTrainedTokenizerBase  # the actor's
     prompts: PromptDataset
     shown: Sequence[Prompt]  # for samples before and after: held out where the task has a test split
+    checkpoint: Path | None  # to go on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +70,38 @@ class PPOParts:
     reward: Reward
 
 
-def find_inputs(settings: PPOSettings, world_size: int = 1) -> PPOInputs:
+def find_inputs(
+    settings: PPOSettings,
+    world_size: int = 1,
+    *,
+    reward: Reward | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> PPOInputs:
     """Find what the settings name and check that it fits together, in order of cost.
+
+    ``reward`` and ``rows`` (of prompts) are used as they are, in place of what the settings name.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
     """
     settings.parallel.check_world(world_size)
-    check_output_dir(settings.run.output_dir, overwrite=settings.run.overwrite_output_dir)
+    resumes = settings.run.resume_from_checkpoint is not None
+    check_output_dir(settings.run.output_dir, overwrite=settings.run.overwrite_output_dir or resumes)
+    checkpoint = _find_checkpoint(settings.run)
     check_trackers(settings.run.report_to)
-    reward = _find_reward(settings)
+    found_reward = reward or _find_reward(settings)
     actor = resolve_model(settings.model.actor)
-    critic = _find_critic(settings, reward, actor)
+    critic = _find_critic(settings, found_reward, actor)
     ref = resolve_model(settings.model.ref) if settings.model.ref else actor
     tokenizer = load_tokenizer(actor)
     for role, model in (("critic", critic), ("ref", ref)):
         _check_vocabulary(role, model, actor, tokenizer)
     if settings.parallel.tp_size > 1:
         tensor_parallel_plan(skeleton(actor), settings.parallel.tp_size)
-    prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer)
-    if isinstance(reward, FunctionReward):
-        reward.check_columns(sorted(prompts.rows[0].columns))
-    return PPOInputs(actor, critic, ref, reward, tokenizer, prompts, shown)
+    prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer, rows)
+    if isinstance(found_reward, FunctionReward):
+        found_reward.check_columns(sorted(prompts.rows[0].columns))
+    return PPOInputs(actor, critic, ref, found_reward, tokenizer, prompts, shown, checkpoint)
 
 
 def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> PPOParts:
@@ -92,7 +118,7 @@ def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> 
     critic_optim = dataclasses.replace(settings.optim, learning_rate=settings.critic.critic_learning_rate)
     critic = ShardedModel(load_value_model(inputs.critic, dtype), mesh, zero=zero, optim=critic_optim)
     ref = ShardedModel(load_causal_lm(inputs.ref, dtype), mesh, zero=zero)
-    if isinstance(inputs.reward, FunctionReward):
+    if not isinstance(inputs.reward, ResolvedModel):
         return PPOParts(actor, critic, ref, inputs.reward)
     reward = ModelReward(
         ShardedModel(load_value_model(inputs.reward, dtype, new_head=False), mesh, zero=zero),
@@ -100,6 +126,74 @@ def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> 
         max_tokens_per_microbatch=settings.ppo.max_tokens_per_microbatch,
     )
     return PPOParts(actor, critic, ref, reward)
+
+
+def make_ppo_trainer(
+    actor: str | Path,
+    *,
+    reward: str | Reward | Callable[..., Any],
+    prompts: str | Sequence[Any],
+    critic: str | None = None,
+    ref: str | None = None,
+    ppo: PPOConfig | None = None,
+    optim: OptimConfig | None = None,
+    critic_learning_rate: float = 1e-5,
+    zero: ZeroConfig | None = None,
+    inference: InferenceConfig | None = None,
+    tp_size: int = 1,
+    dtype: Literal["auto", "bf16", "fp32"] = "auto",
+    apply_chat_template: bool | None = None,
+    **trainer_options: Any,
+) -> PPOTrainer:
+    """Load the models and make a trainer, on one process or on every rank of a launched world.
+
+    Args:
+        actor, critic, ref: directories, Hub ids or aliases; the critic defaults to the reward model if there is one,
+            else to the actor, and the reference to the actor.
+        reward: a function ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, a `Reward`,
+            ``file.py:function``, or a reward model's name.
+        prompts: a file or Hub dataset, or a list of prompts (text or messages) or of rows with a prompt column.
+        trainer_options: ``logger``, ``timers``, ``callbacks`` of `PPOTrainer`.
+
+    Raises:
+        ValueError: something is missing or does not fit; the message says what to set.
+    """
+    by_name = isinstance(reward, str)
+    settings = PPOSettings(
+        ModelConfig(actor=str(actor), critic=critic, ref=ref, reward=reward if by_name else None, dtype=dtype),
+        DataConfig(prompts=prompts if isinstance(prompts, str) else None, apply_chat_template=apply_chat_template),
+        ppo or PPOConfig(),
+        optim or OptimConfig(),
+        CriticConfig(critic_learning_rate=critic_learning_rate),
+        zero or ZeroConfig(),
+        inference or InferenceConfig(),
+        ParallelConfig(tp_size=tp_size),
+        RunConfig(),
+    )
+    mesh = init_parallel(tp_size)
+    if not by_name and not hasattr(reward, "score"):
+        reward = FunctionReward(cast("Callable[..., Any]", reward))
+    rows = None if isinstance(prompts, str) else [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
+    inputs = find_inputs(settings, mesh.world_size, reward=None if by_name else cast("Reward", reward), rows=rows)
+    parts = load_parts(inputs, settings, mesh)
+    return PPOTrainer(
+        parts.actor, parts.critic, parts.ref, parts.reward, inputs.prompts, settings.ppo, **trainer_options
+    )
+
+
+def _find_checkpoint(run: RunConfig) -> Path | None:
+    name = run.resume_from_checkpoint
+    if name is None:
+        return None
+    if name != "auto":
+        checkpoint = Path(name).expanduser()
+        if not is_checkpoint(checkpoint):
+            raise ValueError(
+                f"resume_from_checkpoint={name} is no complete checkpoint; set it to a checkpoint-N or to auto"
+            )
+        return checkpoint
+    found = find_checkpoints(run.output_dir or ".")
+    return found[-1] if found else None
 
 
 def _find_reward(settings: PPOSettings) -> ResolvedModel | FunctionReward:
@@ -117,7 +211,7 @@ def _find_reward(settings: PPOSettings) -> ResolvedModel | FunctionReward:
     return reward
 
 
-def _find_critic(settings: PPOSettings, reward: ResolvedModel | FunctionReward, actor: ResolvedModel) -> ResolvedModel:
+def _find_critic(settings: PPOSettings, reward: ResolvedModel | Reward, actor: ResolvedModel) -> ResolvedModel:
     if settings.model.critic is not None:
         critic = resolve_model(settings.model.critic)
     else:
@@ -141,7 +235,10 @@ def _check_vocabulary(
 
 
 def _find_prompts(
-    data: DataConfig, ppo: PPOConfig, tokenizer: PreTrainedTokenizerBase
+    data: DataConfig,
+    ppo: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[PromptDataset, Sequence[Prompt]]:
     if data.prompts is not None:
         prompts = load_prompts(
@@ -151,6 +248,16 @@ def _find_prompts(
             config_name=data.prompts_config,
             split=data.prompts_split,
             prompt_column=data.prompt_column,
+            apply_chat_template=data.apply_chat_template,
+            overlong=data.overlong_prompts,
+        )
+        return prompts, prompts.rows[:_NUM_SHOWN]
+    if rows is not None:
+        prompts = PromptDataset.from_rows(
+            rows,
+            tokenizer,
+            max_prompt_length=ppo.max_prompt_length,
+            source="the prompts given",
             apply_chat_template=data.apply_chat_template,
             overlong=data.overlong_prompts,
         )

@@ -6,8 +6,10 @@ import random
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from hybrid.checkpoint import load_checkpoint, save_checkpoint
 from hybrid.inference.params import SamplingParams
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
@@ -232,6 +234,21 @@ class PPOTrainer:
         return reduced
 
     # -- resuming ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, directory: str | Path, **extra: Any) -> None:
+        """Write everything that a resumed run needs, and ``extra`` (JSON); every rank calls this."""
+        models = {"actor": self.actor.model, "critic": self.critic}
+        save_checkpoint(directory, models, self.state_dict() | {"extra": extra}, self.mesh)
+
+    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint of any world size, stage and tensor-parallel size; returns its ``extra``.
+
+        Raises:
+            ValueError: it is no checkpoint, or one of other models.
+        """
+        state = load_checkpoint(directory, {"actor": self.actor.model, "critic": self.critic})
+        self.load_state_dict(state)
+        return state["extra"]
 
     def state_dict(self) -> dict[str, Any]:
         """What the trainer itself must remember: the step, from which data and seeds follow, and the KL penalty."""

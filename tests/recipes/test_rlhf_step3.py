@@ -196,6 +196,40 @@ def test_the_demo_on_a_tiny_model(tiny_llama: Path, tmp_path: Path) -> None:
     assert "holds a run already" in again.stderr
 
 
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_llama: Path, tmp_path: Path) -> None:
+    flags = [
+        "--actor",
+        tiny_llama,
+        "--max_prompt_length",
+        64,
+        "--dtype",
+        "fp32",
+        "--warmup_steps",
+        3,
+        "--save_steps",
+        2,
+    ]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run(*flags, "--total_steps", 4, "--output_dir", whole).returncode == 0
+    resumed.mkdir()
+    shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
+    shutil.copy(whole / "metrics.jsonl", resumed)  # as if the run had been killed in its step 4
+    result = run(
+        *flags,
+        *("--total_steps", 4, "--output_dir", resumed, "--save_total_limit", 1),
+        *("--resume_from_checkpoint", "auto", "--zero_stage", 2),
+        launcher=TORCHRUN,
+    )
+    assert result.returncode == 0, result.stderr
+    check_run(resumed, 4)
+    assert [path.name for path in resumed.glob("checkpoint-*")] == ["checkpoint-4"]
+    for name in ("reward", "kl", "actor/grad_norm", "actor/lr", "critic/vf_loss", "completions/mean_length"):
+        values = [[line[name] for line in read_lines(out / "metrics.jsonl")] for out in (whole, resumed)]
+        assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-5), name
+    result = run(*flags, "--total_steps", 4, "--output_dir", resumed, "--resume_from_checkpoint", resumed / "actor")
+    assert result.returncode == 2 and "is no complete checkpoint" in result.stderr
+
+
 def test_prompts_and_a_reward_function_on_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": "ab" * n, "n": n}) + "\n" for n in range(1, 6))
@@ -209,7 +243,7 @@ def test_prompts_and_a_reward_function_on_two_ranks(tiny_llama: Path, tmp_path: 
     result = run("--actor", tiny_llama, "--output_dir", out, *words.split(), launcher=TORCHRUN)
     assert result.returncode == 0, result.stderr
     check_run(out, 2)  # one pass over five prompts, three at a time
-    assert (out / "checkpoint-1" / "model.safetensors").exists()
+    assert (out / "checkpoint-1" / "actor" / "model.safetensors").exists()
     assert result.stdout.count("Samples before and after") == 1
 
 
