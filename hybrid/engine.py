@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal, SupportsIndex, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,12 +50,14 @@ class FlipError(RuntimeError):
 class FlipReport:
     """What one flip did on this rank.
 
-    ``bytes_received`` is what the flip's collectives brought here from other ranks, ``bytes_allocated`` the growth of
-    memory across it (weights and KV pool), ``peak_bytes`` the process's or device's high-water mark afterwards.
+    ``milliseconds`` is the whole flip and ``climb_milliseconds`` the part before the KV pool is built.
+    ``bytes_received`` is what the collectives of the climb brought here from other ranks, ``bytes_allocated`` the
+    growth of memory across the flip (weights and KV pool), ``peak_bytes`` the process's or device's high-water mark.
     """
 
     direction: Literal["generate", "train"]
     milliseconds: float
+    climb_milliseconds: float
     bytes_received: int
     bytes_allocated: int
     peak_bytes: int
@@ -65,14 +68,17 @@ class FlipReport:
 class _Flip:
     """What `generate_mode` and `train_mode` return: the flip is done, and leaving the ``with`` block undoes it."""
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
+    def __init__(self, engine: HybridEngine, before: Mode) -> None:
+        self._engine, self._before = engine, before
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._leave()
+        # An exception may be this rank's alone. Dropping slices needs no other rank; gathering them would wait for
+        # ranks that know of nothing.
+        if kind is None or self._before is Mode.TRAIN:
+            self._engine.flip(self._before)
 
 
 class HybridEngine:
@@ -162,28 +168,40 @@ class HybridEngine:
 
     def _flip(self, mode: Mode) -> _Flip:
         before = self.mode
-        self._enter(mode)
-        return _Flip(lambda: self._enter(before))
+        self.flip(mode)
+        return _Flip(self, before)
 
-    def _enter(self, mode: Mode) -> None:
+    def flip(self, mode: Mode) -> None:
+        """Go to a mode; a no-op in it. Accumulated gradients survive.
+
+        Raises:
+            FlipError: out of memory or a failed collective; the engine is back in TRAIN.
+        """
         if mode is self.mode:
             return
         mesh = self.mesh
         mesh.synchronize()
         started, received, held = time.perf_counter(), mesh.bytes_received, mesh.memory_in_use()
-        if mode is Mode.GENERATE:
-            self._climb()
-        else:
+        try:
+            if mode is Mode.GENERATE:
+                self._climb()
+                mesh.synchronize()
+            climbed, received = time.perf_counter(), mesh.bytes_received - received
+            if mode is Mode.GENERATE:
+                self._generator = self._build_generator()
+            else:
+                self._descend()
+        except BaseException:
             self._descend()
+            self.mode = Mode.TRAIN
+            raise
         self.mode = mode
         mesh.synchronize()
-        milliseconds, received = (time.perf_counter() - started) * 1e3, mesh.bytes_received - received
-        if mode is Mode.GENERATE:
-            self._build_generator()
         self.flips.append(
             FlipReport(
                 direction=mode.value,
-                milliseconds=milliseconds,
+                milliseconds=(time.perf_counter() - started) * 1e3,
+                climb_milliseconds=(climbed - started) * 1e3,
                 bytes_received=received,
                 bytes_allocated=max(0, mesh.memory_in_use() - held),
                 peak_bytes=mesh.peak_memory(),
@@ -193,14 +211,14 @@ class HybridEngine:
         )
 
     def _climb(self) -> None:
-        """Every group to SLICE; on failure back to where training rests, with the parameter's name."""
-        self.model.zero_grad()
+        """Every group to SLICE."""
+        for group in self.model.groups:
+            group.reduce_gradients()
+        self.model.settle()
         for group in self.model.groups:
             try:
                 group.enter_slice()
             except (RuntimeError, MemoryError) as error:
-                for climbed in self.model.groups:
-                    climbed.rest()
                 raise FlipError(
                     f"the flip to GENERATE failed at {group.members[0].name} and was rolled back to TRAIN: {error}"
                 ) from error
@@ -208,19 +226,18 @@ class HybridEngine:
         self._tensor_parallel.enabled = True
 
     def _descend(self) -> None:
-        """KV pool out first, then the slices that are not shards."""
+        """KV pool out first, then the slices that are not shards; from any state, and nothing moves between ranks."""
         if self._generator is not None:
             self._generator.close()
             self._generator = None
         self._tensor_parallel.enabled = False
         self.model.schedule.generating = False
-        for group in self.model.groups:
-            group.rest()
+        self.model.settle()
 
-    def _build_generator(self) -> None:
+    def _build_generator(self) -> Generator:
         try:
             self._num_blocks = self._count_blocks()
-            self._generator = Generator(
+            return Generator(
                 self.module,
                 tokenizer=self.tokenizer,
                 num_layers=self.config.num_hidden_layers,
@@ -234,8 +251,6 @@ class HybridEngine:
                 weights_version=self.weights_version,
             )
         except (RuntimeError, MemoryError) as error:
-            self._descend()
-            self.mode = Mode.TRAIN
             raise FlipError(f"no KV pool could be built; the flip was rolled back to TRAIN: {error}") from error
 
     @property
@@ -283,10 +298,13 @@ class HybridEngine:
         Raises:
             ValueError: text or messages without a tokenizer, or messages without a chat template.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is one string ({prompts[:40]!r}); pass a list of prompts")
         encoded = []
         for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-                encoded.append(list(prompt))
+            if not isinstance(prompt, str) and all(hasattr(token, "__index__") for token in prompt):
+                # numpy's and torch's integers too
+                encoded.append([operator.index(cast("SupportsIndex", token)) for token in prompt])
                 continue
             if self.tokenizer is None:
                 raise ValueError(f"prompt {index} is text, and this engine has no tokenizer; pass token ids")
@@ -335,8 +353,8 @@ class HybridEngine:
             base = (self._calls << 40) + (self.mesh.dp_rank << 32)
             seeds = [base + index for index in range(len(prompts))]
         encoded = self.encode(prompts)
-        self._check_lengths(encoded, requests)
         self._check_same_requests(encoded, requests, seeds)
+        self._check_lengths(encoded, requests)
         return self._generator.generate(encoded, requests, list(seeds), progress=progress)
 
     def _check_lengths(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:

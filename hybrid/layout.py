@@ -86,6 +86,10 @@ class ParamLayout:
         stride = math.prod(self.storage_shape[1:])
         return start * stride, stop * stride
 
+    def slice_bounds(self, tp_size: int) -> list[int]:
+        """Where the slices meet, in elements: tp_size + 1 entries, from 0 to the end."""
+        return [self.slice_range(t, tp_size)[0] for t in range(tp_size)] + [self.numel]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:

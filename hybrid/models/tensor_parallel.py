@@ -24,6 +24,7 @@ class TensorParallelHooks:
         self._enabled = False
         self._mesh = mesh
         self._embedding: Any = None
+        self._foreign_ids = torch.empty(0, dtype=torch.bool)  # of the embedding's call under way: other ranks' rows
         if mesh.tp_size == 1:
             return
         for name in plan.row_parallel:

@@ -14,6 +14,7 @@ refilled.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,8 @@ class ParamGroup:
         self.trainable = members[0].parameter.requires_grad
         self.dtype = members[0].parameter.dtype
         self.level = Level.SHARD
-        self._mesh, self._sliced, self._replicated, self._keep_slices = mesh, sliced, replicated, keep_slices
+        self._mesh, self._sliced, self._replicated = mesh, sliced, replicated
+        self._keep_slices = keep_slices and sliced
         self._piece_axis: Axis = "slice" if sliced else "world"
         self.layout = GroupLayout(
             params=tuple(member.layout for member in members),
@@ -70,6 +72,7 @@ class ParamGroup:
         self._tp_rank = mesh.tp_rank if sliced else 0  # which slice of the layout is ours
         self._works: list[dist.Work] = []
         self._grads: torch.Tensor | None = None  # full gradients of a backward under way
+        self._whole_sum: torch.Tensor | None = None  # full gradients of finished ones, of this rank alone
         self._allocate_and_fill()
         self.grad: torch.Tensor | None = None  # (piece,) fp32, summed over ranks and micro-batches
         # Where the compute dtype is fp32 already, the master is the shard.
@@ -99,10 +102,7 @@ class ParamGroup:
         if not self._moves:
             self.resting = Level.FULL
         self.level = Level.FULL
-        if self.resting is Level.SHARD:
-            self._to(Level.SHARD)
-        else:
-            self._point(self._full_views)
+        self.rest()
 
     def _cut_slice(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """This rank's slice buffer, cut out of full weights (or what is shaped like them) in the module's order."""
@@ -155,20 +155,18 @@ class ParamGroup:
         """Whether the levels differ at all; one rank alone holds the shard, the slice and the full weights in one."""
         return self.layout.num_pieces > 1 or self.layout.num_slices > 1
 
-    def _to(self, level: Level) -> None:
-        """Set the level, point the parameters to what it holds, and free what it does not."""
+    def _settle(self, level: Level, shown: Sequence[torch.Tensor] | None) -> None:
+        """Arrive at a level: free the buffers that it does not hold, and show the module ``shown`` (None: nothing)."""
         check_move(self.name, self.level, level)
         self.level = level
-        if level in (Level.SHARD, Level.SLICE):
-            keep_slice = level is Level.SLICE
-            if self._full is not self._slice and self._full is not self.shard:
-                _free(self._full)
-            if self._slice is not self.shard and not keep_slice:
-                _free(self._slice)
-
-    def _point(self, views: Sequence[torch.Tensor] | None) -> None:
+        holds_slice = level is Level.SLICE or (level is Level.FULL and self._keep_slices)
+        if self._slice is not self.shard and self._slice is not self._full and not holds_slice:
+            _free(self._slice)
+        holds_full = level is Level.FULL or (level is Level.SLICE and self._full is self._slice)
+        if self._full is not self.shard and not holds_full:
+            _free(self._full)
         for index, member in enumerate(self.members):
-            member.parameter.data = self._empty if views is None else views[index]
+            member.parameter.data = self._empty if shown is None else shown[index]
 
     def start_full(self) -> None:
         """Begin the climb to FULL; `wait_full` ends it. No-op on the way or there."""
@@ -191,10 +189,7 @@ class ParamGroup:
             for work in self._works:
                 work.wait()
             self._works.clear()
-            if self._slice is not self.shard and self._slice is not self._full and not self._keep_slices:
-                _free(self._slice)
-            self.level = Level.FULL
-            self._point(self._full_views)
+            self._settle(Level.FULL, self._full_views)
 
     def _fill_slice(self, async_op: bool) -> None:
         """SHARD -> SLICE: gather the pieces of the slice in place."""
@@ -211,9 +206,8 @@ class ParamGroup:
         layout, works = self.layout, []
         mine = layout.slice_offsets(self._tp_rank)
         for index, param in enumerate(layout.params):
-            bounds = [param.slice_range(t, layout.num_slices)[0] for t in range(layout.num_slices)] + [param.numel]
-            offset = layout.full_offsets[index]
-            weight = full[offset : offset + param.numel]
+            bounds = param.slice_bounds(layout.num_slices)
+            weight = full[layout.full_offsets[index] : layout.full_offsets[index + 1]]
             weight[bounds[self._tp_rank] : bounds[self._tp_rank + 1]].copy_(slice_[mine[index] : mine[index + 1]])
             works += self._mesh.all_gather_ranges(weight, bounds, "tensor", async_op=True)
         return works
@@ -224,45 +218,37 @@ class ParamGroup:
         return self._slice[start:stop]
 
     def release(self) -> None:
-        """Drop back from FULL to where the group rests in training."""
+        """Drop back from FULL to where the group waits between uses in training."""
         if self.resting is Level.FULL or self.level in (Level.SHARD, Level.SLICE):
             return
         self.wait_full()
-        self._to(Level.SLICE if self._keep_slices and self._sliced else Level.SHARD)
-        self._point(None)
+        self._settle(Level.SLICE if self._keep_slices else Level.SHARD, None)
 
     def rest(self) -> None:
-        """Drop whatever the resting level does not hold, from any level."""
+        """Drop whatever the resting level does not hold, from any level; nothing moves between ranks."""
         if self.level is Level.INFLIGHT:
             self.wait_full()
-        if self.resting is Level.FULL:
+        self._settle(self.resting, self._full_views if self.resting is Level.FULL else None)
+
+    def abandon(self) -> None:
+        """`rest` after a failure: a gather under way is waited for, since it writes into our memory, and forgotten."""
+        for work in self._works:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._works.clear()
+        if self.level is Level.INFLIGHT:
             self.level = Level.FULL
-            self._point(self._full_views)
-        elif self.level is not Level.SHARD:
-            self._to(Level.SHARD)
-            self._point(None)
+        self.rest()
 
     def enter_slice(self) -> None:
         """Climb to SLICE for generation and show the slices to the module."""
-        if self.level is Level.SLICE and not self._keep_slices:
-            return
-        if self._sliced:
-            if self.level is Level.INFLIGHT:
-                self.wait_full()
+        if not self._sliced:
             if self.level is not Level.SLICE:
-                if self.level is Level.FULL:
-                    self._to(Level.SHARD)
-                self._fill_slice(async_op=False)
-            self._to(Level.SLICE)
-        else:
-            self.wait_full()
-            self.level = Level.SLICE
-        self._point(self._slice_views)
-
-    @property
-    def slice_bytes(self) -> int:
-        """Bytes of weights this group holds at SLICE on this rank."""
-        return self._slice.numel() * self._slice.element_size()
+                self.wait_full()
+        elif self.level is not Level.SLICE:
+            self.rest()
+            self._fill_slice(async_op=False)
+        self._settle(Level.SLICE, self._slice_views)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -288,20 +274,29 @@ class ParamGroup:
             self.grad = torch.zeros(self.shard.numel(), dtype=torch.float32, device=self.shard.device)
         return self.grad
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward has left gradients here that no reduction has taken yet."""
-        return self._grads is not None
-
-    def reduce_gradients(self) -> None:
-        """Sum the gradients over all ranks into this rank's shard of them, and free the rest."""
+    def end_backward(self, reduce: bool) -> None:
+        """Take the gradients of a backward: summed over the ranks at once, or kept whole in fp32 until the step."""
         if self._grads is None:
+            if any(member.parameter.grad is not None for member in self.members):
+                raise LevelError(f"{self.name} has gradients from outside; call backward(loss) of the engine or model")
             return
         grads, self._grads = self._grads, None
         for member in self.members:
             member.parameter.grad = None
         if self._grad_is_sum:
             return
+        if self._whole_sum is not None:
+            self._whole_sum.add_(grads)
+        else:
+            self._whole_sum = grads if reduce else grads.float()
+        if reduce:
+            self.reduce_gradients()
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients that are kept whole over all ranks into this rank's shard of them, and free the rest."""
+        if self._whole_sum is None:
+            return
+        grads, self._whole_sum = self._whole_sum, None
         if self._replicated:
             piece = self._mesh.all_reduce(grads)
         elif self._sliced:
@@ -316,15 +311,13 @@ class ParamGroup:
         mine = layout.slice_offsets(self._tp_rank)
         slice_grads = torch.zeros(layout.slice_numel(self._tp_rank), dtype=grads.dtype, device=grads.device)
         for index, param in enumerate(layout.params):
-            bounds = [param.slice_range(t, layout.num_slices)[0] for t in range(layout.num_slices)] + [param.numel]
-            offset = layout.full_offsets[index]
-            summed = self._mesh.reduce_scatter_ranges(grads[offset : offset + param.numel], bounds, "tensor")
+            weight = grads[layout.full_offsets[index] : layout.full_offsets[index + 1]]
+            summed = self._mesh.reduce_scatter_ranges(weight, param.slice_bounds(layout.num_slices), "tensor")
             slice_grads[mine[index] : mine[index + 1]].copy_(summed)
         return slice_grads
 
     def zero_grad(self) -> None:
-        self.grad = None
-        self._grads = None
+        self.grad = self._grads = self._whole_sum = None
         for member in self.members:
             member.parameter.grad = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from hybrid.models.plans import ModelPlan, whole_plan
 from hybrid.models.ragged import RaggedBatch
 from hybrid.parallel import ParallelMesh
 from hybrid.zero.group import Member, ParamGroup
-from hybrid.zero.level import Level
+from hybrid.zero.level import Level, LevelError
 from hybrid.zero.schedule import TrainingSchedule, Unit
 
 
@@ -58,6 +57,8 @@ class ShardedModel:
             module.requires_grad_(False)
         module.eval()  # dropout would make the sampled and the trained function differ
         self.weights_version = 0
+        self._total_steps: int | None = None
+        self._warn_of_ignored_settings()
         self.groups, root, layers = self._build_units()
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -72,10 +73,25 @@ class ShardedModel:
 
     # -- construction --------------------------------------------------------------------------------------------
 
+    def _warn_of_ignored_settings(self) -> None:
+        zero, default = self.zero, ZeroConfig()
+        if zero.keep_slices and (zero.stage < 3 or self.mesh.size("slice") == 1 or self.mesh.tp_size == 1):
+            warnings.warn(
+                "keep_slices changes nothing: it needs stage 3, several replicas and tp_size > 1", stacklevel=3
+            )
+        if zero.stage < 3 and zero.persistence_threshold != default.persistence_threshold:
+            warnings.warn(f"persistence_threshold changes nothing at ZeRO stage {zero.stage}", stacklevel=3)
+
     def _build_units(self) -> tuple[list[ParamGroup], Unit, list[Unit]]:
         """Sort the parameters into groups by the unit that owns them, and units into the order of the forward."""
         layer_classes = set(self.module._no_split_modules or ())
         layers = [(name, m) for name, m in self.module.named_modules() if type(m).__name__ in layer_classes]
+        if not layers and self.zero.stage == 3:
+            warnings.warn(
+                f"{type(self.module).__name__} does not say what its layers are (_no_split_modules), so all of it is "
+                "gathered at once and ZeRO stage 3 saves no memory while it computes",
+                stacklevel=3,
+            )
         sorted_members: dict[tuple[Any, ...], list[Member]] = {}
         for name, parameter in self.module.named_parameters():
             layout = self.plan.params[name]
@@ -127,6 +143,7 @@ class ShardedModel:
         """
         if self.optimizer is None or self.optim_config is None:
             return
+        self._total_steps = total_steps
         name = self.optim_config.lr_scheduler
         if total_steps is None and name not in ("constant", "constant_with_warmup"):
             self.scheduler = None  # set once the number of steps is known; `step` insists
@@ -139,67 +156,73 @@ class ShardedModel:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _root_held(self) -> Iterator[None]:
-        self.schedule.hold_root()
-        try:
-            yield
-        finally:
-            self.schedule.let_go_root()
-
     def logprobs(self, batch: RaggedBatch, *, temperature: float = 1.0) -> TokenScores:
         """Log-probabilities and entropies (R,) of the scored tokens, fp32; differentiable where grad mode is on."""
-        with self._root_held():
-            return token_logprobs(self.module, batch, temperature=temperature)
+        with self.schedule.root_held():
+            scores = token_logprobs(self.module, batch, temperature=temperature)
+            self.schedule.watch_root(scores.logprobs, scores.entropy)
+        return scores
 
     def values(self, batch: RaggedBatch) -> torch.Tensor:
         """Values (R,) fp32 of the states from which the scored tokens were chosen."""
-        with self._root_held():
-            return token_values(self.module, batch)
+        with self.schedule.root_held():
+            values = token_values(self.module, batch)
+            self.schedule.watch_root(values)
+        return values
 
     # -- backward and step ---------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> None:
         """Back-propagate one micro-batch; every rank calls this equally often.
 
+        An exception in the middle drops the gradients accumulated so far, since part of them would be this one's.
+
         Args:
             loss: scalar. With ``mean`` gradients are averaged over ranks, as DDP does for a per-rank mean loss. With
                 ``sum`` they are added up: for a loss that each rank has divided by a global count.
         """
-        if self.optimizer is None:
-            raise ValueError("this model was built without an optimizer (optim=None), so it has no backward or step")
+        self._require_optimizer()
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction {reduction!r} is unknown; set 'mean' or 'sum'")
-        for group in self.groups:
-            if group.level is Level.FULL:
-                group.begin_backward()
-        (loss / self.mesh.world_size if reduction == "mean" else loss).backward()
-        self.schedule.finish()
+        try:
+            with self.schedule.backward():
+                (loss / self.mesh.world_size if reduction == "mean" else loss).backward()
+        except BaseException:
+            self.zero_grad()
+            raise
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ValueError("this model was built without an optimizer (optim=None), so it has no backward or step")
+        return self.optimizer
 
     def step(self) -> StepReport:
         """Clip by the global norm, step the optimizer on the shards, and refresh what rests FULL.
 
         Raises:
             FloatingPointError: a gradient is not finite; names a parameter, and changes no weight.
+            ValueError: there was no backward since the last step.
         """
-        if self.optimizer is None or self.optim_config is None:
-            raise ValueError("this model was built without an optimizer (optim=None), so it has no backward or step")
-        if self.scheduler is None:
-            name = self.optim_config.lr_scheduler
+        optimizer = self._require_optimizer()
+        if self.scheduler is None or self.optim_config is None:
+            name = self.optim_config.lr_scheduler if self.optim_config else None
             raise ValueError(f"lr_scheduler {name!r} needs the number of steps; call set_schedule(total_steps) first")
         for group in self.groups:
             group.reduce_gradients()
         trained = [group for group in self.groups if group.grad is not None and group.master is not None]
+        if not trained:
+            raise ValueError("step() without a backward() since the last one has nothing to apply")
         norm = self._clip(trained, self.optim_config.max_grad_norm)
         for group in trained:
             group.master.grad = group.grad  # pyright: ignore[reportOptionalMemberAccess]
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        lr = float(optimizer.param_groups[0]["lr"])
+        optimizer.step()
         self.scheduler.step()
         for group in self.groups:
             group.write_back()
         self.zero_grad()
         self.weights_version += 1
+        self.schedule.weights_epoch += 1
         return StepReport(grad_norm=norm, lr=lr)
 
     def _clip(self, groups: Sequence[ParamGroup], max_norm: float) -> float:
@@ -226,22 +249,28 @@ class ShardedModel:
 
     def zero_grad(self) -> None:
         """Drop all gradients, and any weights gathered beyond their resting level."""
-        self.schedule.forget_graph()
+        self.settle()
         for group in self.groups:
             group.zero_grad()
             if group.master is not None:
                 group.master.grad = None
-            group.rest()
+
+    def settle(self) -> None:
+        """Let go of every weight gathered beyond its resting level; gradients stay."""
+        self.schedule.forget()
+        for group in self.groups:
+            group.abandon()
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter whole, in turn; a collective. A tensor is valid until the next one is asked for."""
-        for group in self.groups:
-            group.wait_full()
-            for member in group.members:
-                yield member.name, member.parameter.data
-            group.release()
+        with self.schedule.root_held():  # which also refuses GENERATE mode
+            for group in self.groups:
+                group.wait_full()
+                for member in group.members:
+                    yield member.name, member.parameter.data
+                group.release()
 
     def optimizer_state(self) -> Iterator[dict[str, torch.Tensor]]:
         """Masters and the optimizer's state, whole, group by group; a collective.
@@ -268,27 +297,35 @@ class ShardedModel:
         Raises:
             ValueError: a tensor has another shape than the parameter.
         """
-        if self.optimizer is None:
-            raise ValueError("this model was built without an optimizer (optim=None), so it has no state to load")
+        optimizer = self._require_optimizer()
+        if self.schedule.generating:
+            raise LevelError("weights cannot be loaded in GENERATE mode; flip to TRAIN first")
+        self.zero_grad()
         keys = sorted({key.partition("#")[2] for key in tensors if "#" in key})
         for group in self.groups:
             if group.master is None:
                 continue
+            masters = {member.name: tensors[member.name] for member in group.members}
             for member in group.members:
-                shape = tuple(tensors[member.name].shape)
+                shape = tuple(masters[member.name].shape)
                 if shape != member.layout.shape:
                     raise ValueError(
                         f"the checkpoint's {member.name} has shape {shape} and the model's {member.layout.shape}; "
                         "resume with the model that was saved"
                     )
-            group.master.data.copy_(group.cut_shard({m.name: tensors[m.name] for m in group.members}))
-            state = self.optimizer.state[group.master]
+            group.master.data.copy_(group.cut_shard(masters))
+            state = optimizer.state[group.master]
             for key in keys:
                 whole = {member.name: tensors[f"{member.name}#{key}"] for member in group.members}
                 first = whole[group.members[0].name]
-                state[key] = group.cut_shard(whole) if first.shape == group.members[0].layout.shape else first
+                is_moment = first.shape == group.members[0].layout.shape
+                # A fused optimizer wants the step's count in fp32 on the parameter's device.
+                state[key] = group.cut_shard(whole) if is_moment else first.to(group.master.device, torch.float32)
             group.write_back()
         self.weights_version = weights_version
+        self.schedule.weights_epoch += 1
+        if self.scheduler is not None:
+            self.set_schedule(self._total_steps)
 
     def save_pretrained(self, directory: str | Path, tokenizer: Any = None) -> None:
         """Write a Hugging Face model directory; every rank calls this, the first one writes."""

@@ -12,6 +12,7 @@ from hybrid.engine import HybridEngine, Mode, ModeError
 from hybrid.inference.params import SamplingParams
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.parallel import init_parallel
+from hybrid.zero.level import LevelError
 from tests.distributed.world import run_world
 from tests.tiny import tiny_config, tiny_tokenizer
 
@@ -214,6 +215,53 @@ def flip_that_fails():
     assert engine.mode is Mode.TRAIN
     train_once(engine, 0)
     engine.verify()
+
+
+def gradients_survive_a_flip(tp_size):
+    norms = []
+    for flips in (False, True):
+        engine = make_engine(tp_size)
+        for seed in (0, 1):
+            generator = torch.Generator().manual_seed(seed * 100 + engine.mesh.rank)
+            ids = torch.randint(3, 263, (2, 8), generator=generator)
+            engine.backward(engine.module(ids, labels=ids).loss)
+            if flips:
+                with engine.generate_mode():
+                    engine.generate(prompts(2), GREEDY)
+                engine.verify()
+        norms.append(engine.step().grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), [(1, 1), (2, 2), (4, 2)])
+def test_accumulated_gradients_survive_a_flip(tmp_path, world_size, tp_size):
+    run_world(gradients_survive_a_flip, world_size, tmp_path, tp_size)
+
+
+def interrupted_flip():
+    engine = make_engine(2)
+    original, engine._count_blocks = engine._count_blocks, _interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate_mode()
+    engine._count_blocks = original
+    assert engine.mode is Mode.TRAIN
+    with engine.generate_mode():
+        assert engine.generate(prompts(2), GREEDY)
+        with pytest.raises(LevelError, match="not to be had in GENERATE mode"):
+            engine.model.values(None)
+        assert engine.generate(prompts(2), GREEDY)  # and it did no harm
+    with pytest.raises(ValueError, match="prompts is one string"), engine.generate_mode():
+        engine.generate("abc")
+    with pytest.raises(ValueError, match="more than the model's 512 positions"), engine.generate_mode():
+        engine.generate([[5] * 10], SamplingParams(max_tokens=510))
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_flip_leaves_an_engine_that_works(tmp_path):
+    run_world(interrupted_flip, 2, tmp_path)
 
 
 def _out_of_memory():

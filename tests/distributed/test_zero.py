@@ -161,3 +161,99 @@ def backward_at_shard():
     model = ShardedModel(make_model(), init_parallel(), zero=EVERYTHING_MOVES, optim=OPTIM)
     with pytest.raises(LevelError, match=r"model\.layers\.0\[.*\] takes part in a backward at SHARD"):
         model.groups[1].begin_backward()
+
+
+def awkward_orders_of_calls():
+    """Graphs that overlap, flips and looks between forward and backward, and errors in the middle."""
+    mesh = init_parallel()
+    module = make_model()
+    model = ShardedModel(module, mesh, zero=EVERYTHING_MOVES, optim=OPTIM)
+    first, second = tokens(0, 0, mesh.rank), tokens(0, 1, mesh.rank)
+
+    def loss(ids):
+        return module(ids, labels=ids).loss
+
+    def norm():
+        return model.step().grad_norm
+
+    before = [group.shard.clone() for group in model.groups]
+
+    def rewind():
+        for group, shard in zip(model.groups, before, strict=True):
+            group.master.data.copy_(shard)
+
+    model.backward(loss(first))
+    model.backward(loss(second))
+    expected = norm()
+    rewind()
+    # two graphs alive at once, and the whole model gathered in between
+    one, two = loss(first), loss(second)
+    assert len(dict(model.full_parameters())) == len(dict(module.named_parameters()))
+    model.backward(one)
+    model.backward(two)
+    assert norm() == pytest.approx(expected, rel=1e-5)
+    rewind()
+    # a flip's worth of levels between forward and backward, and between two backwards
+    one = loss(first)
+    model.settle()
+    model.backward(one)
+    for group in model.groups:
+        group.enter_slice()
+    model.settle()
+    model.backward(loss(second))
+    assert norm() == pytest.approx(expected, rel=1e-5)
+    rewind()
+    # an interrupt in a forward, then as if nothing had been
+    handle = module.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss(first)
+    handle.remove()
+    model.zero_grad()
+    assert all(group.level is group.resting for group in model.groups)
+    # an error in a backward leaves no part of its gradients
+    one = loss(first)
+    one.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.backward(one)
+    model.backward(loss(first))
+    model.backward(loss(second))
+    assert norm() == pytest.approx(expected, rel=1e-5)
+    # what would be silently wrong
+    with pytest.raises(ValueError, match=r"without a backward\(\)"):
+        model.step()
+    with pytest.raises(LevelError, match=r"instead of loss\.backward\(\)"):
+        loss(first).backward()
+    model.zero_grad()
+    stale = loss(first)
+    model.backward(loss(second))
+    model.step()
+    with pytest.raises(LevelError, match="changed the weights since this loss"):
+        model.backward(stale)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_awkward_orders_of_calls(tmp_path, world_size):
+    run_world(awkward_orders_of_calls, world_size, tmp_path)
+
+
+def accumulation_keeps_fp32(stage):
+    """Many micro-batches in bf16: what is summed must not be rounded to bf16 each time."""
+    ids, norms = tokens(0, 0, 0), []
+    for micro_batches in (1, 64):
+        module = make_model()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.bfloat16()
+        model = ShardedModel(module, init_parallel(), zero=ZeroConfig(stage=stage), optim=OPTIM)
+        for _ in range(micro_batches):
+            model.backward(module(ids, labels=ids).loss / micro_batches)
+        norms.append(model.step().grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_micro_batches_are_summed_in_fp32(tmp_path, stage):
+    run_world(accumulation_keeps_fp32, 2, tmp_path, stage)
