@@ -233,6 +233,7 @@ class HybridEngine:
         self._tensor_parallel.enabled = False
         self.model.schedule.generating = False
         self.model.settle()
+        self.mesh.empty_cache()
 
     def _build_generator(self) -> Generator:
         try:

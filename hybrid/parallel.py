@@ -30,9 +30,14 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 # How long a rank that lost a peer waits before it prints, so that the log opens with the rank that failed first.
 _PEER_LOST_DELAY_S = 3.0
 _PEER_LOST_MARKS = (
-    *("connection closed by peer", "connection reset", "broken pipe", "socket", "nccl", "timed out"),
+    *("gloo", "nccl"),  # name themselves in what they raise, which is no class of torch.distributed's
     "failed on rank",  # an error that ranks shared before they raised it
 )
+
+
+def uses_cuda() -> bool:
+    """Whether ranks compute on GPUs: where there are any, unless HYBRID_DEVICE=cpu says otherwise."""
+    return os.environ.get("HYBRID_DEVICE", "cuda") != "cpu" and torch.cuda.is_available()
 
 
 class ParallelMesh:
@@ -52,7 +57,7 @@ class ParallelMesh:
         self.tp_size, self.tp_rank = tp_size, rank % tp_size
         self.dp_size, self.dp_rank = world_size // tp_size, rank // tp_size
         self.is_main = rank == 0
-        self.device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cuda", local_rank) if uses_cuda() else torch.device("cpu")
         self.bytes_received = 0
         self._groups: dict[Axis, dist.ProcessGroup | None] = {"world": None, "tensor": None, "slice": None}
         if world_size > 1:
@@ -217,13 +222,13 @@ def init_parallel(
     if tp_size < 1 or world_size % tp_size:
         # Before the rendezvous, so that a wrong flag is answered at once. The mesh knows the sentence.
         ParallelMesh(rank=rank, world_size=world_size, tp_size=tp_size, local_rank=local_rank, local_size=local_size)
-    if torch.cuda.is_available():
+    if uses_cuda():
         torch.cuda.set_device(local_rank)
     if threads == "auto":
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
     if world_size > 1 and not joined:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if uses_cuda() else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     return ParallelMesh(rank=rank, world_size=world_size, tp_size=tp_size, local_rank=local_rank, local_size=local_size)
 
@@ -241,11 +246,18 @@ def run_main(main: Callable[[], Any]) -> None:
     rank = os.environ.get("RANK", "?")
     try:
         main()
-    except SystemExit:
-        raise
+    except SystemExit as stop:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stop.code if isinstance(stop.code, int) else int(stop.code is not None))  # see below
     except BaseException as error:  # noqa: BLE001  (whatever ends a rank has to end the world)
         text = traceback.format_exc()
-        lost_peer = isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _PEER_LOST_MARKS)
+        marked = isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _PEER_LOST_MARKS)
+        lost_peer = marked or isinstance(error, dist.DistError)
         if lost_peer:
             time.sleep(_PEER_LOST_DELAY_S)
             text = f"lost another rank, whose own traceback says why; here it surfaced as:\n{text}"

@@ -8,6 +8,8 @@ from pathlib import Path
 # Before anything imports them: tests ask no network, and tokenizers' threads do not survive a fork.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Worlds of several ranks share one machine, which has not as many GPUs; tests/gpu asks for the GPU by itself.
+os.environ["HYBRID_DEVICE"] = "cpu"
 
 import pytest
 

@@ -250,6 +250,11 @@ class ParamGroup:
             self._fill_slice(async_op=False)
         self._settle(Level.SLICE, self._slice_views)
 
+    @property
+    def flip_bytes(self) -> int:
+        """Bytes that the layout has this rank receive to climb from SHARD to SLICE."""
+        return self.layout.flip_numel(self._tp_rank) * self.shard.element_size()
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""Contract 5: PPO takes the same trajectories and steps on any grid, also where a batch does not divide by the world."""
+"""Contract 5: PPO takes the same trajectories and steps on any grid, also where the world does not divide a batch."""
 
 import pytest
 import torch
