@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 SYNONYMS = {
     "actor_model_name_or_path": "actor",
     "critic_model_name_or_path": "critic",
+    "reward_model_name_or_path": "reward",
     "ppo_epochs": "num_ppo_epochs",
     "max_prompt_seq_len": "max_prompt_length",
     "max_answer_seq_len": "max_completion_length",
@@ -32,6 +33,9 @@ SYNONYMS = {
     "critic_zero_stage": "zero_stage",
     "inference_tp_size": "tp_size",
 }
+
+# Other names of a flag's values.
+VALUE_SYNONYMS = {"dtype": {"bfloat16": "bf16", "float32": "fp32"}}
 
 # What describes how this engine always works: asking for it changes nothing, asking against it is refused.
 ALWAYS_ON = {
@@ -56,6 +60,7 @@ UNAVAILABLE = {
     "gradient_accumulation_steps": "is worked out from --max_tokens_per_microbatch; set that",
 }
 OFF = {"none", "false", "0", "0.0", "no"}
+OFF_VALUES = {"gradient_accumulation_steps": {"1", "auto"}}  # where OFF is not what happens anyway
 
 
 class UsageError(ValueError):
@@ -105,16 +110,18 @@ class Flag:
             if self.optional:
                 return None
             raise UsageError(f"--{self.name} needs a value; its default is {self.default!r}")
+        word = VALUE_SYNONYMS.get(self.name, {}).get(str(value), str(value))
         for option in self.options:
-            for candidate in _read(option, str(value)):
+            for candidate in _read(option, word):
                 return candidate
         raise UsageError(f"--{self.name}={value} is not {self._expected()}")
 
     def _parse_sequence(self, value: Any) -> tuple[Any, ...]:
         words = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        words = [part for word in words for part in str(word).split(",") if part]
         members = get_args(self.type)
         if members[-1] is Ellipsis:
-            words = [part for word in words for part in str(word).split(",") if part.lower() not in ("", "none")]
+            words = [word for word in words if word.lower() != "none"]
             members = (members[0],) * len(words)
         if len(words) != len(members):
             raise UsageError(f"--{self.name} takes {len(members)} values, not {len(words)}")
@@ -211,24 +218,25 @@ def save_config(path: Path, configs: Sequence[Any]) -> None:
     """Write ``configs`` as YAML that ``--config`` reads back."""
     import yaml
 
-    path.write_text(yaml.safe_dump(to_flags(configs), sort_keys=False))
+    path.write_text(yaml.safe_dump(to_flags(configs), sort_keys=False), encoding="utf-8")
 
 
 @contextmanager
-def input_errors() -> Iterator[None]:
-    """End the program with one sentence if the block finds a mistake of the user's.
+def input_errors(kind: type[ValueError] = ValueError, *, on_all_ranks: bool = True) -> Iterator[None]:
+    """End the program with one sentence if the block finds a mistake of the user's, an error of this ``kind``.
 
     Under a launcher every rank finds the same mistake. Rank 0 says it; the others wait, because a launcher kills
-    everyone as soon as one has ended, and speak only if nobody else did.
+    everyone as soon as one has ended, and speak only if nobody else did. With ``on_all_ranks=False`` the error is
+    raised on one rank alone, which speaks at once. An error's ``details`` are printed before it.
     """
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         if os.environ.get("HYBRID_TRACEBACK"):
             raise
-        if int(os.environ.get("RANK", "0")) != 0:
+        if on_all_ranks and int(os.environ.get("RANK", "0")) != 0:
             time.sleep(5)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"{getattr(error, 'details', '')}error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -321,7 +329,10 @@ def _translate(name: str, stated: str | None, flags: Mapping[str, Flag]) -> str 
     """
     if name in flags:
         return name
-    off = stated is not None and stated.lower() in OFF
+    off = stated is not None and stated.lower() in OFF_VALUES.get(name, OFF)
+    positive = name.removeprefix("no_")
+    if positive != name and positive in (*ALWAYS_ON, *UNAVAILABLE):
+        name, off = positive, True
     if name in ALWAYS_ON:
         if off:
             raise UsageError(f"--{name} cannot be turned off: {ALWAYS_ON[name]}")
@@ -340,9 +351,11 @@ def _parse_file(flags: Mapping[str, Flag], path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path} is not text in UTF-8 (byte {error.start}); save it as UTF-8") from error
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -352,12 +365,16 @@ def _parse_file(flags: Mapping[str, Flag], path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"--config {path} must map flags to values, one `flag: value` a line")
     given: dict[str, Any] = {}
+    stated_by: dict[str, dict[str, str | None]] = {}
     for key, value in values.items():
-        name = _translate(str(key).replace("-", "_"), str(value), flags)
+        spelling = str(key).replace("-", "_")
+        name = _translate(spelling, str(value), flags)
         if name is None:
             continue
         if name not in flags:
             raise UsageError(f"{path}: {_unknown(name, flags)}")
+        stated_by.setdefault(name, {})[spelling] = str(value)
+        _refuse_contradiction(name, stated_by[name])
         given[name] = flags[name].parse(value)
     return given
 

@@ -118,8 +118,29 @@ def find_checkpoints(directory: str | Path) -> list[Path]:
     return [path for match, path in sorted(found, key=lambda pair: int(pair[0][1])) if is_checkpoint(path)]
 
 
-def drop_old_checkpoints(directory: str | Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints of a run's directory; 0 keeps all."""
-    if keep:
-        for path in find_checkpoints(directory)[:-keep]:
-            shutil.rmtree(path)
+def drop_old_checkpoints(directory: str | Path, keep: int, step: int | None = None) -> None:
+    """Remove all but the newest ``keep`` checkpoints of a run that is at ``step``; 0 keeps all of its own.
+
+    Those beyond ``step`` are of a course that the run has left by going back to an earlier checkpoint: they are
+    removed too, or the next resume would return to it.
+    """
+    found = {path: checkpoint_step(path) for path in find_checkpoints(directory)}
+    reached = [path for path, number in found.items() if step is None or number <= step]
+    for path in found.keys() - set(reached[-keep:]):
+        shutil.rmtree(path)
+
+
+def checkpoint_step(directory: Path) -> int:
+    return int(directory.name.removeprefix("checkpoint-"))
+
+
+def read_trainer_state(directory: Path) -> dict[str, Any]:
+    """What a checkpoint says of the trainer, without its tensors.
+
+    Raises:
+        ValueError: its record cannot be read.
+    """
+    try:
+        return json.loads((directory / _STATE_FILE).read_text(encoding="utf-8"))["trainer"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{directory} is damaged: its {_STATE_FILE} cannot be read; resume from another") from error

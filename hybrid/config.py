@@ -5,10 +5,16 @@ Each field carries its help text and, where the command line calls it something 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 T = TypeVar("T")
+
+# Those of transformers' get_scheduler that need no arguments of their own.
+Schedule = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
 
 
 def setting(default: T, help: str, *, flag: str | None = None) -> T:
@@ -31,6 +37,11 @@ def _at_least(minimum: float, **values: float) -> None:
 def _positive(**values: float) -> None:
     for name, value in values.items():
         _require(value > 0, f"{name}={value} must be positive")
+
+
+def _finite(**values: float) -> None:
+    for name, value in values.items():
+        _require(math.isfinite(value), f"{name}={value} is no finite number")
 
 
 def _in_range(low: float, high: float, *, open_low: bool = False, **values: float) -> None:
@@ -83,9 +94,10 @@ class ParallelConfig:
         """Raise ValueError if ``tp_size`` does not divide ``world_size``."""
         if world_size % self.tp_size:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            fitting = "1" if world_size == 1 else f"to one of {divisors}"
             raise ValueError(
                 f"tp_size={self.tp_size} does not divide the world of {world_size} rank{'s' * (world_size > 1)}; "
-                f"set --tp_size to one of {divisors}, or start another number of ranks (torchrun --nproc-per-node)"
+                f"set --tp_size {fitting}, or start another number of ranks (torchrun --nproc-per-node)"
             )
 
 
@@ -119,7 +131,7 @@ class OptimConfig:
     weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this global norm; 0 turns it off")
     warmup_steps: int = setting(0, "steps over which the learning rate rises from 0")
-    lr_scheduler: str = setting("constant_with_warmup", "a schedule's name in transformers' get_scheduler")
+    lr_scheduler: Schedule = setting("constant_with_warmup", "how the learning rate goes, by transformers' names")
 
     def __post_init__(self) -> None:
         _at_least(
@@ -130,9 +142,14 @@ class OptimConfig:
             warmup_steps=self.warmup_steps,
         )
         _positive(eps=self.eps)
+        _finite(learning_rate=self.learning_rate, weight_decay=self.weight_decay, eps=self.eps)
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas={self.betas} must be two numbers in [0, 1)",
+        )
+        _require(
+            self.lr_scheduler in get_args(Schedule),
+            f"lr_scheduler={self.lr_scheduler!r} is unknown; choose one of {', '.join(get_args(Schedule))}",
         )
 
 
@@ -144,6 +161,7 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         _at_least(0, critic_learning_rate=self.critic_learning_rate)
+        _finite(critic_learning_rate=self.critic_learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +246,12 @@ class PPOConfig:
             reward_clip=self.reward_clip,
             temperature=self.temperature,
         )
+        _finite(
+            kl_coef=self.kl_coef,
+            vf_coef=self.vf_coef,
+            entropy_coef=self.entropy_coef,
+            temperature=self.temperature,
+        )
         _in_range(0, 1, gamma=self.gamma, lam=self.lam)
         _in_range(0, 1, open_low=True, top_p=self.top_p)
         if self.kl_target is not None:
@@ -250,7 +274,9 @@ class RunConfig:
 
     total_steps: int | None = setting(None, "steps to train for (default: one pass over the prompts)")
     output_dir: str | None = setting(None, "where the run's files go (default: a new directory under runs/)")
-    overwrite_output_dir: bool = setting(False, "allow output_dir to hold a run already; its files are replaced")
+    overwrite_output_dir: bool = setting(
+        False, "allow output_dir to hold a run already; its files and checkpoints are removed"
+    )
     report_to: tuple[str, ...] = setting((), "trackers besides metrics.jsonl: tensorboard, wandb, mlflow, ...")
     logging_steps: int = setting(1, "write metrics and samples every this many steps")
     save_steps: int = setting(

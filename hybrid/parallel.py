@@ -8,6 +8,7 @@ backend.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
 import sys
@@ -26,6 +27,8 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # torch 2.13 renamed these two and warns under the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 # How long a rank that lost a peer waits before it prints, so that the log opens with the rank that failed first.
 _PEER_LOST_DELAY_S = 3.0
@@ -198,8 +201,13 @@ class ParallelMesh:
             torch.cuda.synchronize(self.device)
 
     def empty_cache(self) -> None:
+        """Give back to the system what the allocator keeps but nobody uses."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        elif _MALLOC_TRIM is not None:
+            # glibc keeps freed buffers of some MB in the heap of the thread that made them, where they fragment: after
+            # some gathers a rank would hold several times what it uses.
+            _MALLOC_TRIM(0)
 
 
 def init_parallel(
@@ -256,9 +264,7 @@ def run_main(main: Callable[[], Any]) -> None:
         os._exit(stop.code if isinstance(stop.code, int) else int(stop.code is not None))  # see below
     except BaseException as error:  # noqa: BLE001  (whatever ends a rank has to end the world)
         text = traceback.format_exc()
-        marked = isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _PEER_LOST_MARKS)
-        lost_peer = marked or isinstance(error, dist.DistError)
-        if lost_peer:
+        if _is_lost_peer(error):
             time.sleep(_PEER_LOST_DELAY_S)
             text = f"lost another rank, whose own traceback says why; here it surfaced as:\n{text}"
         print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
@@ -269,3 +275,9 @@ def run_main(main: Callable[[], Any]) -> None:
         with contextlib.suppress(RuntimeError, ValueError):
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another rank failed rather than this one."""
+    marked = isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _PEER_LOST_MARKS)
+    return marked or isinstance(error, dist.DistError)

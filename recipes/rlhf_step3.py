@@ -12,6 +12,7 @@ they are set. The run's directory gets the trained model (actor/), metrics.jsonl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -45,26 +46,31 @@ def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def run(settings: PPOSettings) -> None:
+    from hybrid.rewards import RewardError
     from hybrid.rl.setup import find_inputs
 
     quieten()
     with input_errors():
         inputs = find_inputs(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    train(settings, inputs)
+    with input_errors(RewardError, on_all_ranks=False):
+        train(settings, inputs)
 
 
 def train(settings: PPOSettings, inputs: PPOInputs) -> None:
     from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints
     from hybrid.monitor import RunRecorder, Timers, make_output_dir
     from hybrid.parallel import init_parallel
-    from hybrid.rl.setup import load_parts
+    from hybrid.rl.setup import load_parts, settings_to_compare
     from hybrid.rl.trainer import PPOTrainer
 
     mesh = init_parallel(settings.parallel.tp_size)
     parts = load_parts(inputs, settings, mesh)
     actor = parts.actor
-    steps = settings.run.total_steps or -(-len(inputs.prompts) // settings.ppo.prompts_per_step)
-    output_dir = mesh.broadcast_object(make_output_dir(settings.run.output_dir, "rlhf_step3") if mesh.is_main else None)
+    steps, output_dir = inputs.total_steps, None
+    if mesh.is_main:
+        replace = settings.run.overwrite_output_dir and inputs.checkpoint is None
+        output_dir = make_output_dir(settings.run.output_dir, "rlhf_step3", replace=replace)
+    output_dir = mesh.broadcast_object(output_dir)
     trainer = PPOTrainer(
         actor,
         parts.critic,
@@ -92,23 +98,26 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
             recorder.record(step, metrics, map(dataclasses.asdict, trainer.last_samples))
         if settings.run.save_steps and step % settings.run.save_steps == 0:
             with trainer.timers("save"):
-                trainer.save_checkpoint(output_dir / checkpoint_name(step), before=before)
+                extra = {"before": before, "settings": settings_to_compare(settings)}
+                trainer.save_checkpoint(output_dir / checkpoint_name(step), **extra)
                 actor.save_pretrained(output_dir / checkpoint_name(step) / "actor")
                 if mesh.is_main:
-                    drop_old_checkpoints(output_dir, settings.run.save_total_limit)
+                    drop_old_checkpoints(output_dir, settings.run.save_total_limit, step)
 
     trainer.callbacks = [after_step]
-    trainer.train(steps)
-    after = [dataclasses.asdict(sample) for sample in trainer.evaluate(inputs.shown)]
-    actor.save_pretrained(output_dir / "actor")
-    if recorder is not None:
-        recorder.finish(before, after)
+    with recorder or contextlib.nullcontext():  # closed before an error is printed, or the bar would be drawn again
+        trainer.train(steps)
+        after = [dataclasses.asdict(sample) for sample in trainer.evaluate(inputs.shown)]
+        actor.save_pretrained(output_dir / "actor")
+        if recorder is not None:
+            recorder.finish(before, after)
 
 
 def quieten() -> None:
     """Warnings as one line each, from rank 0 alone, and no progress bars but our own."""
     from transformers.utils import logging
 
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # datasets, if used at all, is not imported yet
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if int(os.environ.get("RANK", "0")) != 0:

@@ -86,7 +86,7 @@ class PromptDataset:
         empty = overlong_count = 0
         for number, row in enumerate(rows):
             value = _checked(row.get(column), column, number, source)
-            text, token_ids = encode(value)
+            text, token_ids, messages = encode(value)
             if not token_ids:
                 empty += 1
                 continue
@@ -101,14 +101,14 @@ class PromptDataset:
                     )
                 token_ids = token_ids[-max_prompt_length:]
                 text = str(tokenizer.decode(token_ids))
-            prompts.append(Prompt(token_ids, text, _other_columns(row, column, value)))
-        _report(source, len(rows), empty, overlong_count, max_prompt_length, overlong)
+            prompts.append(Prompt(token_ids, text, _other_columns(row, column, messages)))
         if not prompts:
             raise ValueError(
                 f"none of the {len(rows)} prompts of {source} is left: {overlong_count} are longer than "
                 f"max_prompt_length={max_prompt_length} and {empty} are empty; raise --max_prompt_length or set "
                 "--overlong_prompts truncate"
             )
+        _report(source, len(rows), empty, overlong_count, max_prompt_length, overlong)
         return cls(prompts, num_dropped=len(rows) - len(prompts))
 
 
@@ -168,7 +168,8 @@ def _read_file(source: str, path: Path) -> list[Row]:
 
 def _parse_jsonl(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+    # Not splitlines, which would cut at U+2028 and others that JSON may hold as they are.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -246,6 +247,9 @@ def _find_column(row: Row, wanted: str | None, source: str) -> str:
     for column in PROMPT_COLUMNS:
         if row.get(column) is not None:
             return column
+    for column in PROMPT_COLUMNS:
+        if column in row:  # without a value: the error is about this row
+            return column
     raise ValueError(
         f"{source} has no column with prompts ({', '.join(PROMPT_COLUMNS)}); it has {', '.join(row) or 'none'}; "
         "name one with --prompt_column"
@@ -262,16 +266,18 @@ def _checked(value: Any, column: str, number: int, source: str) -> str | Message
                 messages.pop()  # the answer of a dataset for supervised training
             if messages:
                 return messages
+    if value is None:
+        raise ValueError(f"row {number} of {source}: column {column!r} has no value; write a prompt or remove the row")
     raise ValueError(
         f"row {number} of {source}: column {column!r} holds {str(value)[:80]!r}; "
         "a prompt is text, or messages with a role and a content, the assistant's last"
     )
 
 
-def _other_columns(row: Row, column: str, value: str | Messages) -> dict[str, Any]:
+def _other_columns(row: Row, column: str, messages: Messages | None) -> dict[str, Any]:
     columns = {name: item for name, item in row.items() if name != column}
-    if not isinstance(value, str):
-        columns["messages"] = value  # what a reward model with a template of its own starts from
+    if messages is not None:
+        columns["messages"] = messages  # what a reward model with a template of its own starts from
     model = row.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
         columns.setdefault("ground_truth", model["ground_truth"])  # verl's nested form
@@ -279,14 +285,17 @@ def _other_columns(row: Row, column: str, value: str | Messages) -> dict[str, An
 
 
 class _Encoder:
-    """Text or messages to (text, token ids), with one beginning-of-sequence token at most."""
+    """Text or messages to (text, token ids, messages), with one beginning-of-sequence token at most.
+
+    Text that stays plain has no messages.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool | None) -> None:
         self.tokenizer = tokenizer
         self.apply_chat_template = apply_chat_template
         self._said: set[str] = set()
 
-    def __call__(self, value: str | Messages) -> tuple[str, list[int]]:
+    def __call__(self, value: str | Messages) -> tuple[str, list[int], Messages | None]:
         if isinstance(value, str):
             if not self.apply_chat_template:
                 if self.apply_chat_template is None and self.tokenizer.chat_template:
@@ -294,15 +303,15 @@ class _Encoder:
                         "prompts are plain text and stay so; set --apply_chat_template to wrap them in one, "
                         "or --no_apply_chat_template to hear no more of this"
                     )
-                return value, self._encode(value)
+                return value, self._encode(value), None
             value = [{"role": "user", "content": value}]
         if not self.tokenizer.chat_template:
             self._say("the tokenizer has no chat template, so messages become plain text, a line each")
             text = "".join(f"{message['role']}: {message['content']}\n" for message in value) + "assistant:"
-            return text, self._encode(text)
+            return text, self._encode(text), value
         text = str(self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True))
         # The template writes every special token there is to be, a beginning of sequence included.
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self.tokenizer.encode(text, add_special_tokens=False), value
 
     def _encode(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +25,7 @@ from hybrid.models.aliases import ALIASES
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.models.bundled import BUNDLED_NAME, bundled_path
 from hybrid.models.hub import hub_is_reachable, why_unreachable
+from hybrid.parallel import uses_cuda
 
 DType = Literal["auto", "bf16", "fp32"]
 _WEIGHT_FILES = (
@@ -47,6 +50,11 @@ class ResolvedModel:
     def has_score_head(self) -> bool:
         """Whether the checkpoint holds a value or reward head."""
         return any("ForSequenceClassification" in name for name in self.config.architectures or ())
+
+    @property
+    def num_positions(self) -> int | None:
+        """How many tokens a sequence may have; None: the configuration does not say."""
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def resolve_model(name: str) -> ResolvedModel:
@@ -143,7 +151,7 @@ def resolve_dtype(dtype: torch.dtype | DType, device: torch.device | str | None 
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(device or ("cuda" if uses_cuda() else "cpu"))
         return torch.bfloat16 if _has_native_bf16(device) else torch.float32
     known = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if dtype not in known:
@@ -196,7 +204,31 @@ def _resolve_directory(name: str, directory: Path) -> ResolvedModel:
     if not any((directory / file).exists() for file in _WEIGHT_FILES):
         found = ", ".join(sorted(path.name for path in directory.iterdir())[:8])
         raise ValueError(f"model {name!r}: the directory has no weights ({_WEIGHT_FILES[0]}); it holds {found}")
-    return ResolvedModel(name, str(directory), _read_config(name, str(directory), local_files_only=True), True)
+    resolved = ResolvedModel(name, str(directory), _read_config(name, str(directory), local_files_only=True), True)
+    _check_safetensors(name, directory)
+    return resolved
+
+
+def _check_safetensors(name: str, directory: Path) -> None:
+    """Raise ValueError for a file that is missing, cut off or no safetensors; only the headers are read."""
+    single, index = directory / _WEIGHT_FILES[0], directory / _WEIGHT_FILES[1]
+    try:
+        if single.exists():
+            files = [single]
+        elif index.exists():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [directory / file for file in sorted(set(weight_map.values()))]
+        else:
+            return
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"model {name!r}: {index.name} is damaged; copy or download it again") from error
+    for file in files:
+        try:
+            safe_open(file, framework="pt").__exit__(None, None, None)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"model {name!r}: {file.name} is missing or damaged ({_first_line(error)}); copy or download it again"
+            ) from error
 
 
 def _resolve_hub(name: str, hub_id: str) -> ResolvedModel:

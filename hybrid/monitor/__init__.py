@@ -2,7 +2,7 @@
 
 from hybrid.monitor.metrics import MetricsLogger, SamplesWriter, check_trackers
 from hybrid.monitor.progress import Progress, sample_table
-from hybrid.monitor.run import RunRecorder, check_output_dir, make_output_dir
+from hybrid.monitor.run import RunRecorder, check_output_dir, find_traces, make_output_dir
 from hybrid.monitor.timers import Timers
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Timers",
     "check_output_dir",
     "check_trackers",
+    "find_traces",
     "make_output_dir",
     "sample_table",
 ]

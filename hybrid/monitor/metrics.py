@@ -24,9 +24,11 @@ class _JsonLines:
         self.path = path
         self.kept: list[dict[str, Any]] = []
         if resume_step and path.exists():
-            records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
+            records = [json.loads(line) for line in lines if line.endswith("}")]
             self.kept = [record for record in records if record[step_key] <= resume_step]
-        self._file = path.open("w", buffering=1)  # by line, so that a run that is killed leaves whole lines
+        # By line, so that a run that is killed leaves whole lines.
+        self._file = path.open("w", buffering=1, encoding="utf-8", newline="\n")
         for record in self.kept:
             self.write(record)
 

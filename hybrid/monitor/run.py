@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,17 +18,22 @@ from hybrid.monitor.progress import Progress, print_table, sample_table
 
 CONFIG_FILE = "config.yaml"
 MODEL_DIR = "actor"
+RUNS_DIR = "runs"  # where runs without an output_dir go
 _TRACES = (CONFIG_FILE, "metrics.jsonl", "samples.jsonl", MODEL_DIR)
+_CHECKPOINT = re.compile(r"checkpoint-\d+(\.partial)?")
 
 
 def check_output_dir(output_dir: str | None, *, overwrite: bool) -> None:
-    """Raise ValueError if ``output_dir`` is no place for a run: it holds one already, or is a file."""
+    """Raise ValueError if ``output_dir`` is no place for a run: it holds one already, is a file, or is read-only."""
+    path = Path(output_dir or RUNS_DIR).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"output_dir={path} is a file; set --output_dir to a directory")
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"output_dir={path} cannot be written: {nearest} is read-only; set --output_dir to another")
     if output_dir is None:
         return
-    path = Path(output_dir).expanduser()
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"output_dir={output_dir} is a file; set --output_dir to a directory")
-    found = [name for name in _TRACES if (path / name).exists()]
+    found = [trace.name for trace in find_traces(path)]
     if found and not overwrite:
         raise ValueError(
             f"output_dir={output_dir} holds a run already ({', '.join(found)}); "
@@ -33,21 +41,38 @@ def check_output_dir(output_dir: str | None, *, overwrite: bool) -> None:
         )
 
 
-def make_output_dir(output_dir: str | None, recipe: str) -> Path:
-    """Make the run's directory; without a name a new one, ``runs/<recipe>/<time>``."""
+def make_output_dir(output_dir: str | None, recipe: str, *, replace: bool = False) -> Path:
+    """Make the run's directory; without a name a new one, ``runs/<recipe>/<time>``.
+
+    Args:
+        replace: remove what an earlier run left there, and nothing else.
+    """
     if output_dir is not None:
         path = Path(output_dir).expanduser()
         path.mkdir(parents=True, exist_ok=True)
+        for trace in find_traces(path) if replace else ():
+            if trace.is_dir() and not trace.is_symlink():
+                shutil.rmtree(trace)
+            else:
+                trace.unlink()
         return path
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
-        path = Path("runs", recipe, stamp + suffix)
+        path = Path(RUNS_DIR, recipe, stamp + suffix)
         try:
             path.mkdir(parents=True)
         except FileExistsError:  # another run started in the same second
             continue
         return path
     raise RuntimeError("unreachable: suffixes do not end")
+
+
+def find_traces(directory: Path) -> list[Path]:
+    """What a run left in its directory, checkpoints included: what another one would replace."""
+    if not directory.is_dir():
+        return []
+    checkpoints = sorted(path for path in directory.iterdir() if _CHECKPOINT.fullmatch(path.name))
+    return [path for name in _TRACES if (path := directory / name).exists()] + checkpoints
 
 
 class RunRecorder:
@@ -63,6 +88,7 @@ class RunRecorder:
         resume_step: int = 0,
     ) -> None:
         self.output_dir, self.logging_steps = output_dir, run.logging_steps
+        self._closed = False
         self._logger = MetricsLogger(output_dir, run.report_to, config, resume_step=resume_step)
         self._samples = SamplesWriter(output_dir, resume_step=resume_step)
         self._progress = Progress(total_steps, initial=resume_step)
@@ -88,6 +114,15 @@ class RunRecorder:
         print(f"model, metrics, samples and configuration: {self.output_dir}")
 
     def close(self) -> None:
-        self._progress.close()
-        self._logger.close()
-        self._samples.close()
+        """Close the files and the bar; closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._progress.close()
+            self._logger.close()
+            self._samples.close()
+
+    def __enter__(self) -> RunRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

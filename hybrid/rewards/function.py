@@ -8,17 +8,23 @@ import importlib.util
 import inspect
 import math
 import sys
+import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, cast
 
-from hybrid.rewards.protocol import RewardOutput
+from hybrid.rewards.protocol import RewardError, RewardOutput
 
 RewardFunction = Callable[..., Any]
 _LISTS = ("prompts", "completions", "completion_ids")
+
+# What finding the sample to blame may cost: a function may be slow, or paid for by the call.
+_BLAME_CALLS = 16
+_BLAME_SECONDS = 10.0
 
 
 class FunctionReward:
@@ -53,18 +59,22 @@ class FunctionReward:
         """Call the function once on all samples.
 
         Raises:
-            ValueError: it asks for a column that there is not, raises, or returns something else than one finite
-                number or None a sample.
+            ValueError: it asks for a column that there is not.
+            RewardError: it raises, or returns something else than one finite number or None a sample.
         """
         if not prompts:
             return RewardOutput([], {self.name: []})
         arguments = self._arguments(
             {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         )
+        started = time.monotonic()
         try:
             result = self._call(arguments)
-        except Exception as error:  # a user's function may raise anything; it is raised again
-            raise ValueError(self._blame(arguments, prompts, completions, error)) from error
+        except (Exception, SystemExit) as error:  # a user's function may raise anything, or call sys.exit
+            what = f"reward function {self.name} raised {type(error).__name__}: {error}"
+            deadline = started + _BLAME_SECONDS
+            where = self._blame(arguments, prompts, completions, type(error), deadline)
+            raise RewardError(f"{what}, {where}", _user_frames(error.__traceback__)) from error
         rewards = self._checked(result, prompts, completions)
         return RewardOutput(rewards, {self.name: rewards})
 
@@ -86,27 +96,46 @@ class FunctionReward:
         return _wait(result) if inspect.isawaitable(result) else result
 
     def _blame(
-        self, arguments: dict[str, Any], prompts: Sequence[str], completions: Sequence[str], error: Exception
+        self,
+        arguments: dict[str, Any],
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        kind: type[BaseException],
+        deadline: float,
     ) -> str:
-        """Call the function on each sample alone to find the first that makes it raise."""
-        what = f"reward function {self.name} raised {type(error).__name__}: {error}"
-        for index in range(len(prompts)):
-            try:
-                self._call({name: [values[index]] for name, values in arguments.items()})
-            except Exception as alone:  # noqa: BLE001  (see score)
-                if type(alone) is type(error):
-                    return f"{what}, on {_sample(index, prompts, completions)}"
-        return f"{what}, on a batch of {len(prompts)} samples but on none of them alone"
+        """Call the function on halves of halves of the batch to find the first sample that makes it raise."""
+        low, high = 0, len(prompts)  # the culprit is in between, if it is one sample
+        for _ in range(_BLAME_CALLS):
+            middle = low + max(1, (high - low) // 2)
+            if time.monotonic() > deadline:
+                break
+            raises = self._raises(kind, {name: values[low:middle] for name, values in arguments.items()})
+            if raises and middle == low + 1:
+                return f"on {_sample(low, prompts, completions)}"
+            if not raises and middle == high:
+                break
+            low, high = (low, middle) if raises else (middle, high)
+        return (
+            f"on a batch of {len(prompts)} samples, and no one of them was found to be the cause; "
+            f"the first is {_sample(0, prompts, completions)}"
+        )
+
+    def _raises(self, kind: type[BaseException], arguments: dict[str, Any]) -> bool:
+        try:
+            self._call(arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (see score)
+            return type(error) is kind
+        return False
 
     def _checked(self, result: Any, prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
         values = result.tolist() if hasattr(result, "tolist") else result
         if isinstance(values, (str, dict)) or not isinstance(values, Sequence):
-            raise ValueError(
+            raise RewardError(
                 f"reward function {self.name} returned {type(result).__name__}; "
                 "return a list with one number (or None, to mask it) for each sample"
             )
         if len(values) != len(prompts):
-            raise ValueError(
+            raise RewardError(
                 f"reward function {self.name} returned {len(values)} rewards for {len(prompts)} samples; "
                 "return one for each"
             )
@@ -114,7 +143,7 @@ class FunctionReward:
         for index, value in enumerate(values):
             value = value.item() if hasattr(value, "item") else value
             if value is not None and (not isinstance(value, Real) or not math.isfinite(value)):
-                raise ValueError(
+                raise RewardError(
                     f"reward function {self.name} returned {value!r} for {_sample(index, prompts, completions)}; "
                     "return a finite number, or None to mask the sample"
                 )
@@ -180,6 +209,14 @@ def _wait(result: Awaitable[Any]) -> Any:
         return asyncio.run(finish())
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, cast(Coroutine[Any, Any, Any], finish())).result()
+
+
+def _user_frames(trace: TracebackType | None) -> str:
+    """The traceback without the frames that are this module's, or between it and the user's: asyncio's."""
+    frames = traceback.extract_tb(trace)
+    while frames and (frames[0].filename == __file__ or Path(frames[0].filename).parent.name == "asyncio"):
+        frames.pop(0)
+    return "".join(traceback.format_list(frames))
 
 
 def _sample(index: int, prompts: Sequence[str], completions: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,9 @@ class ModelReward:
         model: gives one value per token; forwards may be collective.
         tokenizer: the reward model's own.
         max_tokens_per_microbatch: tokens per forward.
-        max_length: tokens a sample may have; of a longer one the beginning is cut off.
+        max_length: tokens a sample may have; of a longer one the beginning is cut off, which is said once.
+        end_ids: the ids that end a completion of the actor's. Plain text that ended by one is given this model's
+            end-of-sequence token, as in its own training; a chat template writes one itself.
     """
 
     def __init__(
@@ -36,10 +40,13 @@ class ModelReward:
         *,
         max_tokens_per_microbatch: int = 2048,
         max_length: int | None = None,
+        end_ids: Collection[int] = (),
         name: str = "reward_model",
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_tokens_per_microbatch, self.max_length = max_tokens_per_microbatch, max_length
+        self.end_ids = frozenset(end_ids)
+        self._said_cut = False
 
     def score(
         self,
@@ -50,20 +57,33 @@ class ModelReward:
     ) -> RewardOutput:
         """Collective where the model is sharded: every rank calls it, also with no samples."""
         messages = columns.get("messages") or [None] * len(prompts)
-        sequences = [self._encode(*sample) for sample in zip(prompts, completions, messages, strict=True)]
+        ended = [bool(ids) and ids[-1] in self.end_ids for ids in completion_ids]
+        sequences = [self._encode(*sample) for sample in zip(prompts, completions, ended, messages, strict=True)]
         rewards = self._values(sequences)
         return RewardOutput(rewards, {self.name: rewards})
 
-    def _encode(self, prompt: str, completion: str, messages: list[dict[str, Any]] | None) -> list[int]:
+    def _encode(self, prompt: str, completion: str, ended: bool, messages: list[dict[str, Any]] | None) -> list[int]:
         if messages and self.tokenizer.chat_template:
             conversation = [*messages, {"role": "assistant", "content": completion}]
             text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = self.tokenizer.encode(prompt + completion)
+            end = self.tokenizer.eos_token_id
+            if ended and isinstance(end, int) and ids[-1:] != [end]:
+                ids.append(end)
         if not ids:
             raise ValueError(f"nothing to score: {prompt=} and {completion=} have no tokens for the reward model")
-        return ids if self.max_length is None else ids[-self.max_length :]
+        if self.max_length is None or len(ids) <= self.max_length:
+            return ids
+        if not self._said_cut:
+            self._said_cut = True
+            warnings.warn(
+                f"a sample has {len(ids)} tokens for the reward model, which takes {self.max_length}: "
+                "of those that are too long the beginning is cut off",
+                stacklevel=3,
+            )
+        return ids[-self.max_length :]
 
     @torch.no_grad()
     def _values(self, sequences: list[list[int]]) -> list[float | None]:

@@ -6,6 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
+class RewardError(ValueError):
+    """A reward did something that it must not: raised, or returned something else than a finite number or None.
+
+    ``details`` is what helps the reward's author besides the message: the traceback's frames in their own code.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
 @dataclass(frozen=True, slots=True)
 class RewardOutput:
     """One reward a sample; None masks the sample: it is reported and not trained on."""

@@ -19,6 +19,7 @@ from hybrid.data.packing import balance
 from hybrid.inference.params import SamplingParams
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
+from hybrid.rewards.protocol import RewardError
 from hybrid.rl.records import Trajectory
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RolloutCollector:
         sample whose reward is None, that is empty, or that was aborted is in ``samples`` and not in ``trajectories``.
 
         Raises:
-            Exception: whatever the reward raised, on the rank that raised it.
+            Exception: whatever the reward raised, on the first rank where it did.
             RuntimeError: the reward raised on another rank.
         """
         mesh = self.mesh
@@ -119,9 +120,11 @@ class RolloutCollector:
             [completion.token_ids for completion in share],
             {name: [prompt.columns.get(name) for prompt in asked] for name in names},
         )
+        if len(output.rewards) != len(share):
+            raise RewardError(f"the reward scored {len(output.rewards)} samples of {len(share)}; return one for each")
         for prompt, completion, reward in zip(asked, share, output.rewards, strict=True):
             if reward is not None and not math.isfinite(reward):
-                raise ValueError(
+                raise RewardError(
                     f"the reward of {completion.text!r} for prompt {prompt.text!r} is {reward}; "
                     "a reward is a finite number, or None to mask the sample"
                 )
@@ -154,20 +157,20 @@ def gather_or_raise(mesh: ParallelMesh, what: str, call: Callable[[], T]) -> lis
     Without this a rank whose call fails leaves the others waiting in their next collective.
 
     Raises:
-        Exception: this rank's own, unchanged.
-        RuntimeError: another rank's, with its traceback in the message.
+        Exception: this rank's own, unchanged, if no rank before it failed.
+        RuntimeError: another rank's, with its traceback in the message; this rank's own is its cause.
     """
     result, failure, text = None, None, None
     try:
         result = call()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised again once the other ranks know
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised again once the other ranks know
         failure, text = error, traceback.format_exc()
     outcomes = mesh.all_gather_object((result, text))
-    if failure is not None:
-        raise failure
     for rank, (_, text) in enumerate(outcomes):
+        if text is not None and rank == mesh.rank and failure is not None:
+            raise failure
         if text is not None:
-            raise RuntimeError(f"{what} failed on rank {rank}:\n{text}")
+            raise RuntimeError(f"{what} failed on rank {rank}:\n{text}") from failure
     return [result for result, _ in outcomes]
 
 

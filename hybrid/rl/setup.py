@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid.checkpoint import find_checkpoints, is_checkpoint
+from hybrid.checkpoint import find_checkpoints, is_checkpoint, read_trainer_state
 from hybrid.config import (
     CriticConfig,
     DataConfig,
@@ -36,7 +37,7 @@ from hybrid.models.loading import (
     skeleton,
 )
 from hybrid.models.plans import tensor_parallel_plan
-from hybrid.monitor import check_output_dir, check_trackers
+from hybrid.monitor import check_output_dir, check_trackers, find_traces
 from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.rewards import FunctionReward, ModelReward, Reward, load_reward
 from hybrid.rewards.function import is_function_path
@@ -58,6 +59,7 @@ class PPOInputs:
     prompts: PromptDataset
     shown: Sequence[Prompt]  # for samples before and after: held out where the task has a test split
     checkpoint: Path | None  # to go on from
+    total_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,25 @@ def find_inputs(
     prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer, rows)
     if isinstance(found_reward, FunctionReward):
         found_reward.check_columns(sorted(prompts.rows[0].columns))
-    return PPOInputs(actor, critic, ref, found_reward, tokenizer, prompts, shown, checkpoint)
+    longest = max(len(prompt.token_ids) for prompt in (*prompts.rows, *shown))
+    _check_room(settings, {"actor": actor, "critic": critic, "ref": ref}, longest)
+    total_steps = settings.run.total_steps or -(-len(prompts) // settings.ppo.prompts_per_step)
+    if checkpoint is not None:
+        _check_checkpoint(checkpoint, settings, total_steps)
+    elif settings.run.overwrite_output_dir and settings.run.output_dir:
+        _check_nothing_read_is_replaced(settings, settings.run.output_dir)
+    return PPOInputs(actor, critic, ref, found_reward, tokenizer, prompts, shown, checkpoint, total_steps)
+
+
+def settings_to_compare(settings: PPOSettings) -> dict[str, Any]:
+    """What a resumed run should share with the one that it goes on from; kept in its checkpoints."""
+    ppo = settings.ppo
+    return {
+        "actor": settings.model.actor,
+        "seed": ppo.seed,
+        "prompts_per_step": ppo.prompts_per_step,
+        "num_generations": ppo.num_generations,
+    }
 
 
 def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> PPOParts:
@@ -124,6 +144,9 @@ def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> 
         ShardedModel(load_value_model(inputs.reward, dtype, new_head=False), mesh, zero=zero),
         load_tokenizer(inputs.reward),
         max_tokens_per_microbatch=settings.ppo.max_tokens_per_microbatch,
+        # It reads one token more than it scores.
+        max_length=positions - 1 if (positions := inputs.reward.num_positions) else None,
+        end_ids=actor.eos_token_ids,
     )
     return PPOParts(actor, critic, ref, reward)
 
@@ -194,6 +217,53 @@ def _find_checkpoint(run: RunConfig) -> Path | None:
         return checkpoint
     found = find_checkpoints(run.output_dir or ".")
     return found[-1] if found else None
+
+
+def _check_checkpoint(checkpoint: Path, settings: PPOSettings, total_steps: int) -> None:
+    state = read_trainer_state(checkpoint)
+    if state["global_step"] > total_steps:
+        raise ValueError(
+            f"{checkpoint} is at step {state['global_step']}, beyond total_steps={total_steps}; "
+            "set --total_steps to more, or resume from an earlier checkpoint"
+        )
+    before = state.get("extra", {}).get("settings", {})
+    for name, value in settings_to_compare(settings).items():
+        if name in before and before[name] != value:
+            warnings.warn(
+                f"{checkpoint} was written with {name}={before[name]} and the run goes on with {name}={value}",
+                stacklevel=3,
+            )
+
+
+def _check_nothing_read_is_replaced(settings: PPOSettings, output_dir: str) -> None:
+    traces = [path.resolve() for path in find_traces(Path(output_dir).expanduser())]
+    model = settings.model
+    inputs = {"actor": model.actor, "critic": model.critic, "ref": model.ref, "reward": model.reward}
+    for role, name in {**inputs, "prompts": settings.data.prompts}.items():
+        path = Path(name or "").expanduser().resolve()
+        if name and any(path.is_relative_to(trace) for trace in traces):
+            raise ValueError(
+                f"{role} {name!r} is in output_dir={output_dir}, whose run --overwrite_output_dir "
+                "removes; set --output_dir to another directory"
+            )
+
+
+def _check_room(settings: PPOSettings, models: Mapping[str, ResolvedModel], longest: int) -> None:
+    """The longest prompt and a completion must fit the models' positions, and the KV cache if its size is set."""
+    completion = settings.ppo.max_completion_length
+    text = f"the longest prompt's {longest} tokens and max_completion_length={completion}"
+    cure = "--max_completion_length or --max_prompt_length to less"
+    for role, model in models.items():
+        if model.num_positions is not None and longest + completion > model.num_positions:
+            raise ValueError(
+                f"the {role} {model.name!r} has {model.num_positions} positions, too few for {text}; set {cure}"
+            )
+    inference = settings.inference
+    if inference.kv_blocks != "auto" and longest + completion > inference.kv_blocks * inference.block_size:
+        raise ValueError(
+            f"kv_blocks={inference.kv_blocks} of {inference.block_size} tokens are too few for {text}; "
+            f"set --kv_blocks to {-(-(longest + completion) // inference.block_size)} or more, or {cure}"
+        )
 
 
 def _find_reward(settings: PPOSettings) -> ResolvedModel | FunctionReward:

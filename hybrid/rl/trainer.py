@@ -76,6 +76,7 @@ class PPOTrainer:
         self.timers = timers or Timers(self.mesh.synchronize)
         self.global_step = 0
         self.last_samples: Sequence[ScoredSample] = ()  # all samples of the last step, for callbacks
+        self._said: set[str] = set()
         self.kl_controller = make_kl_controller(config.kl_coef, config.kl_target, config.kl_horizon)
         self.sampling = SamplingParams(
             n=config.num_generations,
@@ -216,6 +217,9 @@ class PPOTrainer:
         if trained:
             tokens = sum(sample.num_completion_tokens for sample in trained)
             self.kl_controller.update(reduced["kl"] * tokens / len(trained), len(trained))
+        self._warn_of(samples, len(trained))
+        clipped = [s for s in trained if abs(s.reward or 0.0) > self.config.reward_clip]
+        reduced["completions/reward_clipped_ratio"] = len(clipped) / len(samples)
         seconds = self.timers.drain()
         reduced |= {f"timing_s/{name}": value for name, value in seconds.items()}
         generated = sum(sample.num_completion_tokens for sample in samples)
@@ -232,6 +236,23 @@ class PPOTrainer:
         reduced["training/epoch"] = self.global_step * self.config.prompts_per_step / len(self.prompts.rows)
         reduced["training/weights_version"] = float(self.actor.weights_version)
         return reduced
+
+    def _warn_of(self, samples: Sequence[ScoredSample], num_trained: int) -> None:
+        """Say, the first time it happens, that a step taught nothing or less than its rewards said."""
+        if not num_trained:
+            self._say("masked", f"all {len(samples)} samples of step {self.global_step} are masked: no update was made")
+        largest = max((s.reward for s in samples if s.reward is not None), key=abs, default=0.0)
+        if abs(largest) > self.config.reward_clip:
+            self._say(
+                "clipped",
+                f"a reward of {largest:g} is beyond reward_clip={self.config.reward_clip:g}, so it is clipped; "
+                "scale the reward or raise --reward_clip",
+            )
+
+    def _say(self, what: str, message: str) -> None:
+        if self.mesh.is_main and what not in self._said:
+            self._said.add(what)
+            warnings.warn(message, stacklevel=4)
 
     # -- resuming ------------------------------------------------------------------------------------------------
 

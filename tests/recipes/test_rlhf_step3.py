@@ -94,6 +94,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
         "def good(completions): return [1.0] * len(completions)\n"
         "def needy(completions, gold): return [1.0] * len(completions)\n"
     )
+    (tmp_path / "null.jsonl").write_text('{"prompt": null, "answer": "c"}\n')
+    shutil.copytree(tiny_llama, tmp_path / "damaged")
+    weights = (tiny_llama / "model.safetensors").read_bytes()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(weights[:-100])
+    shutil.copytree(tiny_llama, tmp_path / "old" / "checkpoint-7" / "actor")
+    before = {"settings": {"actor": "./tiny", "seed": 3, "prompts_per_step": 16}}
+    state = {"trainer": {"global_step": 7, "extra": before}}
+    (tmp_path / "old" / "checkpoint-7" / "state.json").write_text(json.dumps(state))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     return tmp_path
@@ -104,7 +112,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
     [
         ("--actr tiny", "unknown flag --actr; did you mean --actor?"),
         ("--config none.yaml", "--config none.yaml cannot be read"),
-        ("--tp_size 3", "tp_size=3 does not divide the world of 1 rank; set --tp_size to one of 1"),
+        ("--tp_size 3", "tp_size=3 does not divide the world of 1 rank; set --tp_size 1, or start"),
         ("--actor lama-2-7b", "did you mean llama-2-7b"),
         ("--actor ./nowhere", "model './nowhere': there is no such directory"),
         (
@@ -122,6 +130,26 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
         ("--actor ./tiny --reward nowhere.py:f", "there is no file nowhere.py"),
         ("--actor ./tiny --reward reward.py:needy --prompts good.jsonl", "needs gold; besides prompts, completions"),
         ("--actor ./tiny --output_dir run", "output_dir=run holds a run already (metrics.jsonl)"),
+        ("--actor ./tiny --output_dir old", "output_dir=old holds a run already (checkpoint-7)"),
+        (
+            "--actor ./tiny --max_prompt_length 64 --output_dir old --resume_from_checkpoint auto --total_steps 6",
+            "old/checkpoint-7 is at step 7, beyond total_steps=6; set --total_steps to more",
+        ),
+        (
+            "--actor old/checkpoint-7/actor --max_prompt_length 64 --output_dir old --overwrite_output_dir",
+            "actor 'old/checkpoint-7/actor' is in output_dir=old, whose run --overwrite_output_dir removes",
+        ),
+        ("--actor ./damaged", "model.safetensors is missing or damaged"),
+        (
+            "--actor ./tiny --max_prompt_length 64 --max_completion_length 500",
+            "the actor './tiny' has 512 positions, too few for the longest prompt's 41 tokens and max_completion",
+        ),
+        (
+            "--actor ./tiny --max_prompt_length 64 --kv_blocks 2 --max_completion_length 8",
+            "kv_blocks=2 of 16 tokens are too few for the longest prompt's 41 tokens and max_completion_length=8; "
+            "set --kv_blocks to 4 or more",
+        ),
+        ("--actor ./tiny --reward reward.py:good --prompts null.jsonl", "row 0 of null.jsonl: column 'prompt' has no"),
         ("--actor ./tiny --report_to wandbb", "unknown tracker 'wandbb'"),
     ],
 )
@@ -153,6 +181,24 @@ def test_defaults_of_the_roles(files: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (by_function.critic.name, by_function.ref.name) == ("./tiny", "./tiny")
     assert by_function.reward.name == "larger_number"
     assert (by_model.critic.name, by_model.ref.name, by_model.reward.name) == ("./rm", "./tiny", "./rm")
+
+
+def test_a_resumed_run_with_other_settings_is_warned_of_by_name(files: Path) -> None:
+    words = "--actor ./tiny --max_prompt_length 64 --output_dir old --resume_from_checkpoint auto"
+    with pytest.warns(UserWarning, match="with seed=3 and the run goes on with seed=0") as caught:
+        rlhf_step3.main(words.split())
+    assert len(caught) == 1
+
+
+def test_a_reward_models_template_is_used_and_its_positions_are_kept(files: Path) -> None:
+    """What `find_inputs` hands on: messages for the template of the reward model."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rlhf_step3, "train", lambda settings, inputs: found.append(inputs))
+        rlhf_step3.main(["--actor", "./tiny", "--reward", "./rm", "--prompts", "good.jsonl", "--apply_chat_template"])
+    (inputs,) = found
+    assert inputs.prompts.rows[0].columns["messages"] == [{"role": "user", "content": "ab"}]
+    assert inputs.reward.num_positions == 512
 
 
 def test_under_a_launcher_one_rank_speaks() -> None:
@@ -245,6 +291,72 @@ def test_prompts_and_a_reward_function_on_two_ranks(tiny_llama: Path, tmp_path: 
     check_run(out, 2)  # one pass over five prompts, three at a time
     assert (out / "checkpoint-1" / "actor" / "model.safetensors").exists()
     assert result.stdout.count("Samples before and after") == 1
+
+
+BAD_REWARDS = """
+def raises(completions, n):
+    return [check(k) for k in n]
+
+def check(k):
+    if k == 3:
+        raise KeyError("no judge")
+    return 1.0
+
+def nan(completions): return [float("nan")] * len(completions)
+
+def timeout(completions): raise RuntimeError("request timed out")
+"""
+
+
+def bad_reward_run(tiny_llama: Path, tmp_path: Path, name: str, launcher: list[str] | None = None) -> str:
+    """Run with a reward that fails; returns what was said, the launcher's own words left out."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "ab" * n, "n": n}) + "\n" for n in (1, 3)))
+    (tmp_path / "reward.py").write_text(BAD_REWARDS)
+    words = f"--prompts {tmp_path}/prompts.jsonl --reward {tmp_path}/reward.py:{name} --no_apply_chat_template"
+    words += f" --max_completion_length 4 --output_dir {tmp_path}/out --total_steps 2 --prompts_per_step 2"
+    result = run("--actor", tiny_llama, *words.split(), launcher=launcher)
+    assert result.returncode == 2 if launcher is None else result.returncode != 0
+    if launcher is not None:
+        assert "exitcode  : 2 " in result.stderr
+    assert "in _score" not in result.stderr and "gather_or_raise" not in result.stderr  # our frames are no help
+    assert result.stderr.count("error: ") == 1
+    return result.stderr
+
+
+def test_a_reward_that_raises_is_one_sentence_after_its_authors_frames(tiny_llama: Path, tmp_path: Path) -> None:
+    error = bad_reward_run(tiny_llama, tmp_path, "raises")
+    assert "raise KeyError" in error.partition("error: ")[0]
+    sentence = error.partition("error: ")[2]
+    assert sentence.startswith("reward function raises raised KeyError: 'no judge', on sample 1 (prompt 'ababab'")
+    assert sentence.count("\n") == 1  # nor is the bar drawn again
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "error: reward function raises raised KeyError: 'no judge', on sample 0 (prompt 'ababab'"),
+        ("timeout", "error: reward function timeout raised RuntimeError: request timed out, on sample 0"),
+        ("nan", "error: reward function nan returned nan for sample 0"),
+    ],
+)
+def test_on_two_ranks_only_the_one_whose_reward_failed_speaks(
+    tiny_llama: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    error = bad_reward_run(tiny_llama, tmp_path, name, launcher=TORCHRUN)
+    assert message in error and "lost another rank" not in error
+
+
+def test_overwriting_removes_the_old_runs_checkpoints(tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-9").mkdir(parents=True)
+    (out / "checkpoint-9" / "state.json").write_text('{"trainer": {"global_step": 9}}')
+    (out / "notes.txt").touch()
+    words = f"--max_prompt_length 64 --total_steps 1 --save_steps 1 --overwrite_output_dir --output_dir {out}"
+    result = run("--actor", tiny_llama, *words.split())
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in out.iterdir()} == {
+        *("actor", "checkpoint-1", "config.yaml", "metrics.jsonl", "samples.jsonl", "notes.txt")
+    }
 
 
 def test_a_reward_model_is_reward_and_critic(tiny_llama: Path, tiny_reward_model: Path, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def test_conventions_of_hf_argument_parser() -> None:
     assert parse("--whiten_advantages false").ppo.whiten_advantages is False
     assert parse("--kv_blocks auto --kl_target 0.5").ppo.kl_target == 0.5
     assert parse("--kl_target none").ppo.kl_target is None
-    assert parse("--adam_betas 0.8 0.9").optim.betas == (0.8, 0.9)
+    assert parse("--adam_betas 0.8 0.9").optim.betas == parse("--adam_betas 0.8,0.9").optim.betas == (0.8, 0.9)
+    for spelling, dtype in {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}.items():
+        assert parse(f"--dtype {spelling}").model.dtype == dtype
     assert parse("--report_to wandb tensorboard").run.report_to == ("wandb", "tensorboard")
     assert parse("--report_to none").run.report_to == ()
 
@@ -43,9 +45,10 @@ def test_deepspeed_chat_spellings() -> None:
     settings = parse(
         "--actor_model_name_or_path a --critic_model_name_or_path c --ppo_epochs 2 --max_prompt_seq_len 9 "
         "--max_answer_seq_len 8 --actor_learning_rate 1e-6 --actor_zero_stage 2 --critic-zero-stage=2 "
+        "--reward_model_name_or_path r --gradient_accumulation_steps 1 --no_enable_ema "
         "--inference_tp_size 2 --enable_hybrid_engine --release_inference_cache --offload none --local_rank=3"
     )
-    assert (settings.model.actor, settings.model.critic) == ("a", "c")
+    assert (settings.model.actor, settings.model.critic, settings.model.reward) == ("a", "c", "r")
     assert (settings.ppo.num_ppo_epochs, settings.ppo.max_prompt_length, settings.ppo.max_completion_length) == (
         2,
         9,
@@ -74,6 +77,8 @@ def test_deepspeed_chat_spellings() -> None:
         ("--offload cpu", "--offload is not available yet"),
         ("--unsup_coef 27.8", "--unsup_coef is not available yet"),
         ("--enable_hybrid_engine false", "cannot be turned off: one copy of the weights"),
+        ("--no_enable_hybrid_engine", "cannot be turned off: one copy of the weights"),
+        ("--lr_scheduler cosin", "--lr_scheduler=cosin is not one of constant, constant_with_warmup, linear, cosine"),
         ("--per_device_generation_batch_size 4", "set --prompts_per_step, which counts all devices"),
         ("--gradient_accumulation_steps 4", "worked out from --max_tokens_per_microbatch"),
         ("--actor_zero_stage 3 --critic_zero_stage 2", "to different values; set --zero_stage once"),
@@ -113,6 +118,7 @@ def test_yaml_is_under_the_command_line_and_over_presets(tmp_path: Path) -> None
         ("- seed", "must map flags to values"),
         ("seed: {", "is not YAML"),
         ("seed: null", "--seed needs a value; its default is 0"),
+        ("actor_zero_stage: 3\ncritic_zero_stage: 2", "to different values; set --zero_stage once"),
         ("offload: cpu", "--offload is not available yet"),
     ],
 )
@@ -122,6 +128,18 @@ def test_mistakes_in_yaml_are_named(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(UsageError) as caught:
         parse(f"--config {file}")
     assert message in str(caught.value)
+
+
+def test_a_config_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes("actor: größe".encode("latin-1"))
+    with pytest.raises(UsageError, match=r"run.yaml is not text in UTF-8 \(byte 9\); save it as UTF-8"):
+        parse(f"--config {tmp_path}/run.yaml")
+
+
+@pytest.mark.parametrize("line", ["--learning_rate inf", "--critic_learning_rate nan", "--temperature inf"])
+def test_numbers_that_are_not_finite_are_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="is no finite number|is too small"):
+        parse(line)
 
 
 def test_a_missing_config_file_is_named() -> None:

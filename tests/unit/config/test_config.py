@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 
-from hybrid.config import InferenceConfig, OptimConfig, ParallelConfig, PPOConfig, PPOSettings, RunConfig, ZeroConfig
+from hybrid.config import (
+    InferenceConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    PPOSettings,
+    RunConfig,
+    Schedule,
+    ZeroConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +49,19 @@ def test_tp_size_must_divide_the_world() -> None:
         ValueError, match=r"tp_size=3 does not divide the world of 4 ranks; set --tp_size to one of 1, 2, 4"
     ):
         ParallelConfig(tp_size=3).check_world(4)
+    with pytest.raises(ValueError, match=r"the world of 1 rank; set --tp_size 1, or start"):
+        ParallelConfig(tp_size=3).check_world(1)
+
+
+def test_schedules_work_with_nothing_but_the_numbers_of_steps() -> None:
+    import torch
+    from transformers import get_scheduler
+
+    for name in get_args(Schedule):
+        OptimConfig(lr_scheduler=name)
+        get_scheduler(name, torch.optim.SGD([torch.zeros(1)]), 2, 10)
+    with pytest.raises(ValueError, match="lr_scheduler='greedy' is unknown; choose one of constant, "):
+        OptimConfig(lr_scheduler=cast(Any, "greedy"))
 
 
 @pytest.mark.parametrize("config", list(PPOSettings.__annotations__.values()))

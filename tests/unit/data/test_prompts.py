@@ -75,7 +75,8 @@ def test_plain_text_stays_plain_and_says_so_once() -> None:
 def test_plain_text_through_the_template_where_asked() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert make([{"prompt": "Hi"}], apply_chat_template=True).rows[0].text == TEMPLATED
+        (prompt,) = make([{"prompt": "Hi"}], apply_chat_template=True).rows
+    assert (prompt.text, prompt.columns) == (TEMPLATED, {"messages": QUESTION})  # for a reward model's own template
 
 
 def test_messages_without_a_template_become_text_and_say_so_once() -> None:
@@ -110,8 +111,8 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_cut_or_refused() -> None
     with pytest.raises(ValueError, match="row 0 of the rows given has 6 tokens and max_prompt_length is 4"):
         make(rows, overlong="error", **options)
     with (
+        warnings.catch_warnings(action="error"),  # the error says it all
         pytest.raises(ValueError, match="none of the 1 prompts of the rows given is left: 1 are longer"),
-        pytest.warns(),
     ):
         make(rows[:1], **options)
 
@@ -131,6 +132,7 @@ def test_an_empty_prompt_is_left_out_and_counted() -> None:
             "no column with prompts .*; it has question, id; name one with --prompt_col",
         ),
         ([{"question": "a"}], {"prompt_column": "q"}, "no column 'q'; it has question"),
+        ([{"prompt": None, "id": 1}], {}, "row 0 of the rows given: column 'prompt' has no value"),
         ([{"prompt": 3}], {}, "row 0 of the rows given: column 'prompt' holds '3'; a prompt is text, or messages"),
         ([{"prompt": [{"content": "a"}]}], {}, "messages with a role and a content"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "the assistant's last"),
@@ -161,6 +163,14 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
             ("What, then?\n2+2", {"answer": 4}),
             ("ü", {"answer": 5}),
         ], file
+
+
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\u0085d"
+    file = tmp_path / "a.jsonl"
+    file.write_bytes((json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n").encode() * 2)
+    dataset = load_prompts(str(file), tiny_tokenizer(), max_prompt_length=50, apply_chat_template=False)
+    assert [row.text for row in dataset.rows] == [text] * 2
 
 
 @pytest.mark.parametrize(

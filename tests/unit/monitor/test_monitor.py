@@ -59,6 +59,15 @@ def test_samples(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "samples.jsonl") == [{"step": 3, "prompt": "ü\n", "parts": {"f": None}}]
 
 
+def test_a_resumed_run_keeps_lines_that_hold_unicode_line_ends(tmp_path: Path) -> None:
+    for step in (1, 2):  # the second time it reads what it wrote
+        writer = SamplesWriter(tmp_path, resume_step=step - 1)
+        writer.write(step, [{"prompt": "a\u2028b\u0085ü"}])
+        writer.close()
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in lines[:-1]] == [{"step": n, "prompt": "a\u2028b\u0085ü"} for n in (1, 2)]
+
+
 def test_unknown_and_missing_trackers_are_refused() -> None:
     check_trackers(())
     with pytest.raises(ValueError, match=r"unknown tracker 'tensorbord'; set --report_to to some of .*tensorboard"):
@@ -116,6 +125,29 @@ def test_a_directory_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> N
     check_output_dir(str(tmp_path), overwrite=True)
     with pytest.raises(ValueError, match="is a file"):
         check_output_dir(str(tmp_path / "metrics.jsonl"), overwrite=True)
+
+
+def test_a_directory_with_only_checkpoints_holds_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ValueError, match=r"holds a run already \(checkpoint-2\)"):
+        check_output_dir(str(tmp_path), overwrite=False)
+
+
+def test_a_replaced_run_leaves_nothing_and_other_files_stay(tmp_path: Path) -> None:
+    ours = ["checkpoint-2/actor", "checkpoint-30.partial", "actor", "metrics.jsonl", "samples.jsonl", "config.yaml"]
+    theirs = ["checkpoint-best", "checkpoints", "notes.txt"]
+    for name in ours + theirs:
+        (tmp_path / name).mkdir(parents=True) if "." not in name or "partial" in name else (tmp_path / name).touch()
+    make_output_dir(str(tmp_path), "x")
+    assert all((tmp_path / name).exists() for name in ours)
+    make_output_dir(str(tmp_path), "x", replace=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == theirs
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ValueError, match=rf"new/run cannot be written: {tmp_path} is read-only; set --output_dir"):
+        check_output_dir(str(tmp_path / "new" / "run"), overwrite=False)
 
 
 def test_runs_without_a_name_get_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid.rewards import FunctionReward, load_reward
+from hybrid.rewards import FunctionReward, RewardError, load_reward
+from hybrid.rewards import function as function_module
 
 PROMPTS = ["p0", "p1", "p2"]
 COMPLETIONS = ["", "yes", "no"]
@@ -83,7 +86,7 @@ def test_a_wrong_result_is_named(values: Any, message: str) -> None:
     def f(completions: list[str]) -> Any:
         return values
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RewardError, match=message):
         score(f)
 
 
@@ -103,7 +106,64 @@ def test_a_batch_that_raises_though_no_sample_does() -> None:
             raise RuntimeError("too many")
         return [1.0]
 
-    with pytest.raises(ValueError, match="raised RuntimeError: too many, on a batch of 3 samples but on none of them"):
+    with pytest.raises(
+        ValueError, match="raised RuntimeError: too many, on a batch of 3 samples, .* the first is sample 0"
+    ):
+        score(f)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
+def test_finding_the_sample_to_blame_takes_few_calls(size: int) -> None:
+    for culprit in {0, size // 2, size - 1}:
+        calls: list[int] = []
+
+        def f(prompts: list[int], calls: list[int] = calls, culprit: int = culprit) -> list[float]:
+            calls.append(len(prompts))
+            return [1 / (p - culprit) for p in prompts]
+
+        prompts: Any = list(map(str, range(size)))
+        reward = FunctionReward(lambda prompts, f=f: f([int(p) for p in prompts]))
+        with pytest.raises(RewardError, match=rf"on sample {culprit} \(prompt '{culprit}'"):
+            reward.score(prompts, [""] * size, [[2]] * size, {})
+        assert len(calls) <= 17
+
+
+def test_a_slow_function_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function_module, "_BLAME_SECONDS", 0.0)
+    calls: list[None] = []
+
+    def f(completions: list[str]) -> list[float]:
+        calls.append(None)
+        time.sleep(0.01)
+        raise TimeoutError("no server")
+
+    with pytest.raises(RewardError, match=r"TimeoutError: no server, on a batch of 3 .* sample 0 \(prompt 'p0'"):
+        score(f)
+    assert len(calls) == 1
+
+
+def test_what_it_raised_comes_with_the_frames_of_the_authors_own_code() -> None:
+    def f(completions: list[str]) -> list[float]:
+        return [parse(completion) for completion in completions]
+
+    async def slow(completions: list[str]) -> list[float]:
+        return f(completions)
+
+    def parse(completion: str) -> float:
+        return float(completion)
+
+    for function in (f, slow):
+        with pytest.raises(RewardError) as caught:
+            score(function)
+        assert "in parse" in caught.value.details and caught.value.details.count("File ") <= 4
+        assert "hybrid/rewards" not in caught.value.details and "asyncio" not in caught.value.details
+
+
+def test_leaving_the_program_is_an_error_too() -> None:
+    def f(completions: list[str]) -> list[float]:
+        sys.exit("no key for the judge")
+
+    with pytest.raises(RewardError, match="raised SystemExit: no key for the judge, on sample 0"):
         score(f)
 
 

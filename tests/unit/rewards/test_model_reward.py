@@ -46,6 +46,22 @@ def test_messages_go_through_its_own_template(reward: ModelReward, tiny_reward_m
     assert output.rewards == pytest.approx(expected, abs=1e-5)
 
 
+def test_plain_text_that_ended_by_itself_gets_the_models_own_end(reward: ModelReward, tiny_reward_model: Path) -> None:
+    reward.end_ids = frozenset([9])  # the actor's, which means nothing to the reward model
+    output = reward.score(["one ", "one "], ["two", "two"], [[5, 9], [5, 6]], {})
+    expected = oracle(tiny_reward_model, [f"one two{reward.tokenizer.eos_token}", "one two"])
+    assert output.rewards == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+
+
+def test_what_is_too_long_is_cut_on_the_left_and_said_once(reward: ModelReward, tiny_reward_model: Path) -> None:
+    reward.max_length = 4
+    with pytest.warns(UserWarning, match="a sample has 6 tokens for the reward model, which takes 4") as caught:
+        output = reward.score(["abc", "abcd"], ["def", "efg"], [[9]] * 2, {})
+    assert len(caught) == 1
+    assert output.rewards == pytest.approx(oracle(tiny_reward_model, ["cdef", "defg"]), abs=1e-5)
+
+
 def test_every_rank_takes_part_in_as_many_forwards(reward: ModelReward) -> None:
     calls: list[int] = []
     values = reward.model.values

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from rl_fakes import FakeActor, FakePrompts, FakeReward, run_world
+from torch.distributed import DistNetworkError
 
 from hybrid.inference.params import SamplingParams
 from hybrid.monitor import Timers
+from hybrid.parallel import _is_lost_peer
+from hybrid.rewards import RewardError
 from hybrid.rl.rollout import RolloutCollector, gather_or_raise, request_seed
 
 PARAMS = SamplingParams(n=2, max_tokens=5)
@@ -110,8 +113,53 @@ def test_a_reward_that_fails_on_one_rank_fails_on_all(size, tp_size):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_an_error_on_every_rank(bad):
     results = run_world(2, 1, lambda mesh: _collect(mesh, reward=lambda prompt, ids, index: bad if index == 3 else 0.0))
-    assert [type(result) for result in results] == [RuntimeError, ValueError]
+    assert [type(result) for result in results] == [RuntimeError, RewardError]
     assert all(f"for prompt 'prompt 3' is {bad}" in str(result) for result in results)
+
+
+def test_the_first_rank_of_several_that_fail_speaks_for_all():
+    def main(mesh):
+        def call():
+            if mesh.rank:
+                raise SystemExit(f"exit {mesh.rank}") if mesh.rank == 1 else KeyError(mesh.rank)
+
+        try:
+            return gather_or_raise(mesh, "work", call)
+        except SystemExit as stop:
+            return stop
+
+    results = run_world(3, 1, main)
+    assert [type(result) for result in results] == [RuntimeError, SystemExit, RuntimeError]
+    assert all("work failed on rank 1" in str(results[rank]) for rank in (0, 2))
+    assert isinstance(results[2].__cause__, KeyError)
+
+
+def test_a_rewards_own_timeout_is_not_taken_for_a_lost_peer():
+    (own, other) = run_world(2, 1, lambda mesh: _collect(mesh, reward=_times_out if mesh.rank == 0 else _length))
+    assert not _is_lost_peer(own) and _is_lost_peer(other)
+    assert _is_lost_peer(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed"))
+    assert _is_lost_peer(DistNetworkError("Broken pipe"))
+
+
+def _length(prompt, ids, index):
+    return float(len(ids))
+
+
+def _times_out(prompt, ids, index):
+    raise RuntimeError("request timed out")
+
+
+def test_a_reward_object_with_the_wrong_count_is_named():
+    class Reward:
+        def score(self, prompts, completions, completion_ids, columns):
+            return SimpleNamespace(rewards=[1.0], parts={})
+
+    def main(mesh):
+        collector = RolloutCollector(FakeActor(mesh), Reward(), timers=Timers())
+        return collector.collect(FakePrompts(2).rows, PARAMS, seed=0, step=0)
+
+    (error,) = run_world(1, 1, main)
+    assert isinstance(error, RewardError) and "scored 1 samples of 4; return one for each" in str(error)
 
 
 def test_gather_or_raise_gathers_by_rank():

@@ -17,7 +17,7 @@ from hybrid.rl.trainer import PPOTrainer
 # FACTS: what each step reports; save is the recipe's, mfu needs the hardware's peak.
 _NAMES = """
 reward reward_std rewards/fake/mean kl entropy completions/mean_length completions/min_length completions/max_length
-completions/clipped_ratio completions/masked frac_reward_zero_std
+completions/clipped_ratio completions/masked completions/reward_clipped_ratio frac_reward_zero_std
 actor/pg_loss actor/entropy actor/ppo_kl actor/pg_clipfrac actor/grad_norm actor/lr actor/kl_coef
 critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/vf_explained_var critic/grad_norm
 critic/rewards/mean critic/rewards/max critic/rewards/min critic/advantages/mean critic/advantages/max
@@ -248,6 +248,20 @@ def test_a_step_whose_samples_are_all_masked_updates_nothing(size, tp_size):
         assert trainer.actor.weights_version == trainer.critic.weights_version == 0
         assert metrics["completions/masked"] == 15 and "reward" not in metrics and "actor/pg_loss" not in metrics
         assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_without_samples_to_train_on_is_said_once():
+    with pytest.warns(UserWarning, match="all 15 samples of step 1 are masked: no update was made") as caught:
+        _run(1, 1, _config(), steps=3, reward=lambda *_: None)
+    assert len(caught) == 1
+
+
+def test_a_reward_beyond_the_clip_is_said_once_with_both_numbers():
+    rewards = {2: -9.5, 3: 7.0}  # of the first step's prompts 1 to 5
+    with pytest.warns(UserWarning, match=r"a reward of -9.5 is beyond reward_clip=5, so it is clipped") as caught:
+        ((_, (metrics, *_)),) = _run(1, 1, _config(), steps=3, reward=lambda prompt, ids, i: rewards.get(i, 5.0))
+    assert len(caught) == 1
+    assert metrics["completions/reward_clipped_ratio"] == pytest.approx(2 / 5)
 
 
 def test_an_empty_minibatch_is_skipped_by_all():
