@@ -23,7 +23,7 @@ from hybrid.parallel import init_parallel, run_main
 def main():
     mesh = init_parallel()
     # One write: the ranks share the pipe, and print may write the newline by itself.
-    os.write(1, f"started {mesh.rank} {os.getpid()}\n".encode())
+    os.write(1, f"started {mesh.rank} {os.getpid()}\\n".encode())
     for turn in range(10_000):
         mesh.all_reduce(torch.ones(1000))
         if turn == 50 and mesh.rank == 1:
