@@ -56,7 +56,9 @@ def launch(tmp_path):
             text=True,
             timeout=90,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+            # torchrun leaves a directory for logs in TMPDIR.
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)},
         )
         return finished, time.monotonic() - started
 

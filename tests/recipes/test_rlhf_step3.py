@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,16 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(*words: Any, launcher: list[str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run the recipe; a run that hangs is ended with all its ranks."""
-    command = [*(launcher or [sys.executable]), RECIPE, *map(str, words)]
+    with tempfile.TemporaryDirectory() as directory:  # torchrun leaves its logs in TMPDIR
+        return _run(
+            [*(launcher or [sys.executable]), RECIPE, *map(str, words)], cwd, ENVIRONMENT | {"TMPDIR": directory}
+        )
+
+
+def _run(command: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
         command,
-        env=ENVIRONMENT,
+        env=environment,
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
