@@ -30,7 +30,6 @@ class ModelPlan:
     row_parallel: tuple[str, ...] = ()
     embedding: str | None = None
     lm_head: str | None = None
-    num_kv_groups: int = 1
     # Biases of row-parallel modules: one rank of a tensor group adds them, or the sum would hold them T times.
     row_biases: frozenset[str] = field(default_factory=frozenset)
 
@@ -91,7 +90,6 @@ def tensor_parallel_plan(module: PreTrainedModel, tp_size: int) -> ModelPlan:
         row_parallel=tuple(sorted(name for name, style in styles.items() if style == _ROW)),
         embedding=embedding,
         lm_head=lm_head,
-        num_kv_groups=kv_groups,
         row_biases=frozenset(row_biases),
     )
 
