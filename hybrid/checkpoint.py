@@ -57,7 +57,7 @@ def save_checkpoint(
                 files |= dict.fromkeys(host, name)
         record["models"][role] = {"weights_version": model.weights_version, "files": files}
     if mesh.is_main:
-        (partial / _STATE_FILE).write_text(json.dumps(record, indent=1))
+        (partial / _STATE_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     mesh.barrier()
@@ -74,7 +74,7 @@ def load_checkpoint(directory: str | Path, models: Mapping[str, ShardedModel]) -
         raise ValueError(
             f"{directory} is no checkpoint (it has no {_STATE_FILE}); set --resume_from_checkpoint to a checkpoint-N"
         )
-    record = json.loads((directory / _STATE_FILE).read_text())
+    record = _read_record(directory)
     missing = sorted(models.keys() - record["models"].keys())
     if missing:
         raise ValueError(f"{directory} holds no {', '.join(missing)}; it has {', '.join(sorted(record['models']))}")
@@ -140,7 +140,12 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: its record cannot be read.
     """
+    return _read_record(directory)["trainer"]
+
+
+def _read_record(directory: Path) -> dict[str, Any]:
     try:
-        return json.loads((directory / _STATE_FILE).read_text(encoding="utf-8"))["trainer"]
+        record = json.loads((directory / _STATE_FILE).read_text(encoding="utf-8"))
+        return {"trainer": record["trainer"], "models": record["models"]}
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{directory} is damaged: its {_STATE_FILE} cannot be read; resume from another") from error

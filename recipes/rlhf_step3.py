@@ -47,11 +47,12 @@ def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def run(settings: PPOSettings) -> None:
     from hybrid.rewards import RewardError
-    from hybrid.rl.setup import find_inputs
+    from hybrid.rl.setup import check_run, find_inputs
 
     quieten()
     with input_errors():
-        inputs = find_inputs(settings, int(os.environ.get("WORLD_SIZE", "1")))
+        checkpoint = check_run(settings.run)
+        inputs = find_inputs(settings, int(os.environ.get("WORLD_SIZE", "1")), checkpoint=checkpoint)
     with input_errors(RewardError, on_all_ranks=False):
         train(settings, inputs)
 
@@ -60,7 +61,7 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
     from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints
     from hybrid.monitor import RunRecorder, Timers, make_output_dir
     from hybrid.parallel import init_parallel
-    from hybrid.rl.setup import load_parts, settings_to_compare
+    from hybrid.rl.setup import load_parts, resumes_in_place, settings_to_compare
     from hybrid.rl.trainer import PPOTrainer
 
     mesh = init_parallel(settings.parallel.tp_size)
@@ -68,7 +69,7 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
     actor = parts.actor
     steps, output_dir = inputs.total_steps, None
     if mesh.is_main:
-        replace = settings.run.overwrite_output_dir and inputs.checkpoint is None
+        replace = settings.run.overwrite_output_dir and not resumes_in_place(settings.run, inputs.checkpoint)
         output_dir = make_output_dir(settings.run.output_dir, "rlhf_step3", replace=replace)
     output_dir = mesh.broadcast_object(output_dir)
     trainer = PPOTrainer(

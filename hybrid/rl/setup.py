@@ -38,6 +38,7 @@ from hybrid.models.loading import (
 )
 from hybrid.models.plans import tensor_parallel_plan
 from hybrid.monitor import check_output_dir, check_trackers, find_traces
+from hybrid.monitor.run import MODEL_DIR
 from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.rewards import FunctionReward, ModelReward, Reward, load_reward
 from hybrid.rewards.function import is_function_path
@@ -76,21 +77,19 @@ def find_inputs(
     settings: PPOSettings,
     world_size: int = 1,
     *,
+    checkpoint: Path | None = None,
     reward: Reward | None = None,
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> PPOInputs:
     """Find what the settings name and check that it fits together, in order of cost.
 
-    ``reward`` and ``rows`` (of prompts) are used as they are, in place of what the settings name.
+    ``checkpoint`` is what `check_run` found. ``reward`` and ``rows`` (of prompts) are used as they are, in place of what
+    the settings name.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
     """
     settings.parallel.check_world(world_size)
-    resumes = settings.run.resume_from_checkpoint is not None
-    check_output_dir(settings.run.output_dir, overwrite=settings.run.overwrite_output_dir or resumes)
-    checkpoint = _find_checkpoint(settings.run)
-    check_trackers(settings.run.report_to)
     found_reward = reward or _find_reward(settings)
     actor = resolve_model(settings.model.actor)
     critic = _find_critic(settings, found_reward, actor)
@@ -108,8 +107,8 @@ def find_inputs(
     total_steps = settings.run.total_steps or -(-len(prompts) // settings.ppo.prompts_per_step)
     if checkpoint is not None:
         _check_checkpoint(checkpoint, settings, total_steps)
-    elif settings.run.overwrite_output_dir and settings.run.output_dir:
-        _check_nothing_read_is_replaced(settings, settings.run.output_dir)
+    if settings.run.overwrite_output_dir and not resumes_in_place(settings.run, checkpoint):
+        _check_nothing_read_is_replaced(settings)
     return PPOInputs(actor, critic, ref, found_reward, tokenizer, prompts, shown, checkpoint, total_steps)
 
 
@@ -204,6 +203,33 @@ def make_ppo_trainer(
     )
 
 
+def check_run(run: RunConfig) -> Path | None:
+    """Check where a run would go and what it would go on from; returns the checkpoint, or None for a fresh run.
+
+    Raises:
+        ValueError: ``output_dir`` cannot be written or holds a run that would be lost, there is no such checkpoint, or
+            a tracker is missing.
+    """
+    checkpoint = _find_checkpoint(run)
+    # A run that was stopped before its first checkpoint, and is started again with auto, has nothing to lose.
+    restarts = (
+        run.resume_from_checkpoint == "auto" and checkpoint is None and not (_directory(run) / MODEL_DIR).exists()
+    )
+    overwrite = run.overwrite_output_dir or resumes_in_place(run, checkpoint) or restarts
+    check_output_dir(run.output_dir, overwrite=overwrite)
+    check_trackers(run.report_to)
+    return checkpoint
+
+
+def resumes_in_place(run: RunConfig, checkpoint: Path | None) -> bool:
+    """Whether a run goes on in the directory of the one that it resumes."""
+    return checkpoint is not None and checkpoint.resolve().parent == _directory(run).resolve()
+
+
+def _directory(run: RunConfig) -> Path:
+    return Path(run.output_dir or ".").expanduser()
+
+
 def _find_checkpoint(run: RunConfig) -> Path | None:
     name = run.resume_from_checkpoint
     if name is None:
@@ -215,7 +241,7 @@ def _find_checkpoint(run: RunConfig) -> Path | None:
                 f"resume_from_checkpoint={name} is no complete checkpoint; set it to a checkpoint-N or to auto"
             )
         return checkpoint
-    found = find_checkpoints(run.output_dir or ".")
+    found = find_checkpoints(_directory(run))
     return found[-1] if found else None
 
 
@@ -235,8 +261,11 @@ def _check_checkpoint(checkpoint: Path, settings: PPOSettings, total_steps: int)
             )
 
 
-def _check_nothing_read_is_replaced(settings: PPOSettings, output_dir: str) -> None:
-    traces = [path.resolve() for path in find_traces(Path(output_dir).expanduser())]
+def _check_nothing_read_is_replaced(settings: PPOSettings) -> None:
+    output_dir = settings.run.output_dir
+    if output_dir is None:
+        return
+    traces = [path.resolve() for path in find_traces(_directory(settings.run))]
     model = settings.model
     inputs = {"actor": model.actor, "critic": model.critic, "ref": model.ref, "reward": model.reward}
     for role, name in {**inputs, "prompts": settings.data.prompts}.items():
@@ -310,27 +339,18 @@ def _find_prompts(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[PromptDataset, Sequence[Prompt]]:
-    if data.prompts is not None:
-        prompts = load_prompts(
-            data.prompts,
-            tokenizer,
-            max_prompt_length=ppo.max_prompt_length,
-            config_name=data.prompts_config,
-            split=data.prompts_split,
-            prompt_column=data.prompt_column,
-            apply_chat_template=data.apply_chat_template,
-            overlong=data.overlong_prompts,
-        )
-        return prompts, prompts.rows[:_NUM_SHOWN]
-    if rows is not None:
-        prompts = PromptDataset.from_rows(
-            rows,
-            tokenizer,
-            max_prompt_length=ppo.max_prompt_length,
-            source="the prompts given",
-            apply_chat_template=data.apply_chat_template,
-            overlong=data.overlong_prompts,
-        )
+    if data.prompts is not None or rows is not None:
+        how = {
+            "max_prompt_length": ppo.max_prompt_length,
+            "prompt_column": data.prompt_column,
+            "apply_chat_template": data.apply_chat_template,
+            "overlong": data.overlong_prompts,
+        }
+        if rows is not None:
+            prompts = PromptDataset.from_rows(rows, tokenizer, source="the prompts given", **how)
+        else:
+            where = {"config_name": data.prompts_config, "split": data.prompts_split}
+            prompts = load_prompts(cast("str", data.prompts), tokenizer, **where, **how)
         return prompts, prompts.rows[:_NUM_SHOWN]
     task = LargerNumberTask()
     train, test = (

@@ -107,10 +107,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
     (tmp_path / "damaged" / "model.safetensors").write_bytes(weights[:-100])
     shutil.copytree(tiny_llama, tmp_path / "old" / "checkpoint-7" / "actor")
     before = {"settings": {"actor": "./tiny", "seed": 3, "prompts_per_step": 16}}
-    state = {"trainer": {"global_step": 7, "extra": before}}
+    state = {"trainer": {"global_step": 7, "extra": before}, "models": {}}
     (tmp_path / "old" / "checkpoint-7" / "state.json").write_text(json.dumps(state))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "done" / "actor").mkdir(parents=True)
+    (tmp_path / "other" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "other" / "checkpoint-1" / "state.json").write_text('{"trainer": {"global_step": 1}, "models": {}}')
     return tmp_path
 
 
@@ -157,6 +160,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
             "set --kv_blocks to 4 or more",
         ),
         ("--actor ./tiny --reward reward.py:good --prompts null.jsonl", "row 0 of null.jsonl: column 'prompt' has no"),
+        (
+            "--actor ./tiny --output_dir done --resume_from_checkpoint auto",
+            "output_dir=done holds a run already (actor)",
+        ),
+        ("--actor ./tiny --output_dir run --resume_from_checkpoint other/checkpoint-1", "holds a run already (metrics"),
         ("--actor ./tiny --report_to wandbb", "unknown tracker 'wandbb'"),
     ],
 )
@@ -356,7 +364,7 @@ def test_on_two_ranks_only_the_one_whose_reward_failed_speaks(
 def test_overwriting_removes_the_old_runs_checkpoints(tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "checkpoint-9").mkdir(parents=True)
-    (out / "checkpoint-9" / "state.json").write_text('{"trainer": {"global_step": 9}}')
+    (out / "checkpoint-9" / "state.json").write_text('{"trainer": {"global_step": 9}, "models": {}}')
     (out / "notes.txt").touch()
     words = f"--max_prompt_length 64 --total_steps 1 --save_steps 1 --overwrite_output_dir --output_dir {out}"
     result = run("--actor", tiny_llama, *words.split())
