@@ -83,8 +83,8 @@ def find_inputs(
 ) -> PPOInputs:
     """Find what the settings name and check that it fits together, in order of cost.
 
-    ``checkpoint`` is what `check_run` found. ``reward`` and ``rows`` (of prompts) are used as they are, in place of what
-    the settings name.
+    ``checkpoint`` is what `check_run` found. ``reward`` and ``rows`` (of prompts) are used as they are, in place of
+    what the settings name.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
