@@ -7,23 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybrid.config import InferenceConfig, OptimConfig, PPOConfig, ZeroConfig
+    from hybrid.deepspeed import HybridConfig
     from hybrid.engine import HybridEngine
     from hybrid.inference.params import SamplingParams
     from hybrid.inference.sequence import Completion
+    from hybrid.models.ragged import RaggedBatch
     from hybrid.parallel import ParallelMesh, init_parallel
     from hybrid.rl.setup import make_ppo_trainer
     from hybrid.rl.trainer import PPOTrainer
+    from hybrid.zero.model import ShardedModel
 
 # Names load on first use, so that `import hybrid.config` (and with it `--help`) never pays for torch.
 _EXPORTS = {
     "Completion": "hybrid.inference.sequence",
+    "HybridConfig": "hybrid.deepspeed",
     "HybridEngine": "hybrid.engine",
     "InferenceConfig": "hybrid.config",
     "OptimConfig": "hybrid.config",
     "PPOConfig": "hybrid.config",
     "PPOTrainer": "hybrid.rl.trainer",
     "ParallelMesh": "hybrid.parallel",
+    "RaggedBatch": "hybrid.models.ragged",
     "SamplingParams": "hybrid.inference.params",
+    "ShardedModel": "hybrid.zero.model",
     "ZeroConfig": "hybrid.config",
     "init_parallel": "hybrid.parallel",
     "make_ppo_trainer": "hybrid.rl.setup",
@@ -31,13 +37,16 @@ _EXPORTS = {
 
 __all__ = [
     "Completion",
+    "HybridConfig",
     "HybridEngine",
     "InferenceConfig",
     "OptimConfig",
     "PPOConfig",
     "PPOTrainer",
     "ParallelMesh",
+    "RaggedBatch",
     "SamplingParams",
+    "ShardedModel",
     "ZeroConfig",
     "init_parallel",
     "make_ppo_trainer",

@@ -13,6 +13,7 @@ import difflib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +33,14 @@ SYNONYMS = {
     "actor_zero_stage": "zero_stage",
     "critic_zero_stage": "zero_stage",
     "inference_tp_size": "tp_size",
+    "deepspeed": "deepspeed_config",
 }
 
 # Other names of a flag's values.
-VALUE_SYNONYMS = {"dtype": {"bfloat16": "bf16", "float32": "fp32"}}
+VALUE_SYNONYMS = {
+    "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
+    "gradient_checkpointing": {"true": "full", "True": "full", "false": "none", "False": "none"},
+}
 
 # What describes how this engine always works: asking for it changes nothing, asking against it is refused.
 ALWAYS_ON = {
@@ -240,6 +245,13 @@ def input_errors(kind: type[ValueError] = ValueError, *, on_all_ranks: bool = Tr
         sys.exit(2)
 
 
+def plain_warnings() -> None:
+    """Print warnings as one line each, from rank 0 alone: every rank finds the same."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        warnings.simplefilter("ignore")
+    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -342,6 +354,8 @@ def _translate(name: str, stated: str | None, flags: Mapping[str, Flag]) -> str 
             raise UsageError(f"--{name} {UNAVAILABLE[name]}")
         return None
     if name == "local_rank":  # some launchers pass it; they say the same in the environment, which is read
+        return None
+    if name == "deepspeed" and (stated is None or stated.lower() == "true"):  # DeepSpeed's switch: ZeRO is always there
         return None
     ours = SYNONYMS.get(name, name)
     return ours if ours in flags else name

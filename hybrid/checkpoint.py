@@ -56,6 +56,8 @@ def save_checkpoint(
                 save_file(host, partial / name)
                 files |= dict.fromkeys(host, name)
         record["models"][role] = {"weights_version": model.weights_version, "files": files}
+        if model.optimizer is not None and model.optimizer.loss_scale is not None:
+            record["models"][role]["loss_scale"] = model.optimizer.loss_scale.state_dict()
     if mesh.is_main:
         (partial / _STATE_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         shutil.rmtree(directory, ignore_errors=True)
@@ -82,6 +84,8 @@ def load_checkpoint(directory: str | Path, models: Mapping[str, ShardedModel]) -
         saved = record["models"][role]
         reader = _Reader(directory, saved["files"], role)
         model.load_optimizer_state(reader, saved["weights_version"])
+        if model.optimizer is not None and model.optimizer.loss_scale is not None and "loss_scale" in saved:
+            model.optimizer.loss_scale.load_state_dict(saved["loss_scale"])
     return record["trainer"]
 
 

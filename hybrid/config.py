@@ -17,6 +17,12 @@ Schedule = Literal[
 ]
 
 
+# torch's optimizers that treat each element of a weight by itself, so that a shard steps as the whole weight would.
+Optimizer = Literal[
+    "adamw", "adam", "sgd", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop"
+]
+
+
 def setting(default: T, help: str, *, flag: str | None = None) -> T:
     """A dataclass field with its help text; ``flag`` is its name on the command line (default: the field's)."""
     metadata: dict[str, Any] = {"help": help, "flag": flag}
@@ -58,7 +64,7 @@ class ModelConfig:
     critic: str | None = setting(None, "the value model (default: the reward model if there is one, else the actor)")
     ref: str | None = setting(None, "the frozen reference of the KL penalty (default: the actor as it starts)")
     reward: str | None = setting(None, "a reward model, or a Python function as file.py:function")
-    dtype: Literal["auto", "bf16", "fp32"] = setting(
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
     )
 
@@ -111,29 +117,92 @@ class ZeroConfig:
     persistence_threshold: int = setting(
         100_000, "parameters of at most this many elements are kept whole", flag="zero_persistence_threshold"
     )
-    prefetch_groups: int = setting(1, "how many layers ahead are gathered", flag="zero_prefetch_groups")
+    prefetch_bucket_size: int = setting(
+        10_000_000,
+        "elements that may be gathered ahead of use, the next layer in any case; 0: gather in time only",
+        flag="zero_prefetch_bucket_size",
+    )
+    max_live_parameters: int = setting(
+        3_000_000_000,
+        "elements that may be gathered at once: prefetching stops before it, and layers waiting for reuse are let go",
+        flag="zero_max_live_parameters",
+    )
+    max_reuse_distance: int = setting(
+        0,
+        "a layer stays gathered if it is used again before this many elements of other layers are",
+        flag="zero_max_reuse_distance",
+    )
+    reduce_bucket_size: int = setting(
+        10_000_000,
+        "elements of gradients that may wait for their reduction, the newest layer's in any case",
+        flag="zero_reduce_bucket_size",
+    )
+    overlap_comm: bool = setting(True, "reduce gradients while the backward goes on", flag="zero_overlap_comm")
+    reduce_dtype: Literal["auto", "fp32"] = setting(
+        "auto", "what gradients are summed over ranks in; auto: what they were computed in", flag="zero_reduce_dtype"
+    )
+    sub_group_size: int = setting(
+        1_000_000_000, "elements of a rank that one call of the optimizer steps at most", flag="zero_sub_group_size"
+    )
     keep_slices: bool = setting(
         False, "keep slices between forward and backward: more memory, less traffic", flag="zero_keep_slices"
+    )
+    gradient_checkpointing: Literal["none", "selective", "full"] = setting(
+        "none",
+        "what the backward computes again instead of keeping it: selective: all but products and attention; full: all "
+        "of a layer from its inputs",
     )
 
     def __post_init__(self) -> None:
         _require(self.stage in (0, 1, 2, 3), f"stage={self.stage} is no ZeRO stage; choose 0, 1, 2 or 3")
-        _at_least(0, persistence_threshold=self.persistence_threshold, prefetch_groups=self.prefetch_groups)
+        _require(
+            self.reduce_dtype in ("auto", "fp32"), f"reduce_dtype={self.reduce_dtype!r} is unknown; choose auto or fp32"
+        )
+        _require(
+            self.gradient_checkpointing in ("none", "selective", "full"),
+            f"gradient_checkpointing={self.gradient_checkpointing!r} is unknown; choose none, selective or full",
+        )
+        _at_least(
+            0,
+            persistence_threshold=self.persistence_threshold,
+            prefetch_bucket_size=self.prefetch_bucket_size,
+            max_live_parameters=self.max_live_parameters,
+            max_reuse_distance=self.max_reuse_distance,
+            reduce_bucket_size=self.reduce_bucket_size,
+        )
+        _at_least(1, sub_group_size=self.sub_group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule."""
+    """The optimizer, its schedule and, where weights compute in fp16, the loss scale."""
 
+    optimizer: Optimizer = setting("adamw", "one of torch's optimizers whose state is per element")
+    optim_args: str | None = setting(
+        None, "more of the optimizer's arguments, as name=value,name=value (momentum=0.9,nesterov=True)"
+    )
     learning_rate: float = setting(1e-5, "the actor's peak learning rate")
-    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's averaging coefficients", flag="adam_betas")
-    eps: float = setting(1e-8, "AdamW's epsilon", flag="adam_eps")
-    weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
+    betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averaging coefficients", flag="adam_betas")
+    eps: float = setting(1e-8, "Adam's epsilon", flag="adam_eps")
+    weight_decay: float = setting(0.0, "weight decay of matrices; vectors have none")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this global norm; 0 turns it off")
     warmup_steps: int = setting(0, "steps over which the learning rate rises from 0")
     lr_scheduler: Schedule = setting("constant_with_warmup", "how the learning rate goes, by transformers' names")
+    loss_scale: float = setting(0.0, "fp16: the loss is multiplied by this; 0: found and kept up dynamically")
+    initial_scale_power: int = setting(16, "fp16: the dynamic loss scale starts at 2 to this power")
+    loss_scale_window: int = setting(1000, "fp16: the dynamic loss scale doubles after this many steps that all worked")
+    hysteresis: int = setting(2, "fp16: overflows in a row of steps until the dynamic loss scale is halved")
+    min_loss_scale: float = setting(1.0, "fp16: the dynamic loss scale goes no lower; an overflow there is an error")
 
     def __post_init__(self) -> None:
+        _require(
+            self.optimizer in get_args(Optimizer),
+            f"optimizer={self.optimizer!r} is unknown; choose one of {', '.join(get_args(Optimizer))}",
+        )
+        _at_least(1, loss_scale_window=self.loss_scale_window, hysteresis=self.hysteresis)
+        _at_least(0, loss_scale=self.loss_scale, initial_scale_power=self.initial_scale_power)
+        _positive(min_loss_scale=self.min_loss_scale)
+        _finite(loss_scale=self.loss_scale, min_loss_scale=self.min_loss_scale)
         _at_least(
             0,
             learning_rate=self.learning_rate,

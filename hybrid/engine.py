@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,15 +16,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid.config import InferenceConfig, OptimConfig, ZeroConfig
+from hybrid.deepspeed import HybridConfig
 from hybrid.inference.cache import KVCache
 from hybrid.inference.generator import Generator
 from hybrid.inference.params import SamplingParams
 from hybrid.inference.sequence import Completion
-from hybrid.layout import split_units
+from hybrid.memory_plan import memory_plan
 from hybrid.models.heads import TokenScores
-from hybrid.models.loading import DType, load_causal_lm, load_tokenizer, resolve_model
-from hybrid.models.plans import head_dim, num_kv_heads, tensor_parallel_plan
+from hybrid.models.loading import DType, load_tokenizer, open_causal_lm, resolve_model
+from hybrid.models.plans import head_dim, tensor_parallel_plan
 from hybrid.models.ragged import RaggedBatch
+from hybrid.models.source import WeightSource
 from hybrid.models.tensor_parallel import TensorParallelHooks
 from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.zero.model import ShardedModel, StepReport
@@ -89,8 +92,9 @@ class HybridEngine:
     Every rank flips together.
 
     Args:
-        module: the model, whole; its attention implementation must be the registered one (`load_causal_lm` sets it).
+        module: the model; its attention implementation must be the registered one (`open_causal_lm` sets it).
         optim: None for a model that only generates and scores.
+        weights: where the parameters' values are read from, by the ranges that this rank holds; by default the module.
     """
 
     def __init__(
@@ -102,12 +106,15 @@ class HybridEngine:
         zero: ZeroConfig | None = None,
         optim: OptimConfig | None = None,
         inference: InferenceConfig | None = None,
+        weights: WeightSource | None = None,
     ) -> None:
         self.mesh, self.tokenizer, self.inference = mesh, tokenizer, inference or InferenceConfig()
         self.config = module.config.get_text_config(decoder=True)
-        plan = tensor_parallel_plan(module, mesh.tp_size)
-        self.model = ShardedModel(module, mesh, zero=zero or ZeroConfig(), optim=optim, plan=plan)
-        self._tensor_parallel = TensorParallelHooks(module, plan, mesh)
+        self._plan = tensor_parallel_plan(module, mesh.tp_size)
+        self.model = ShardedModel(
+            module, mesh, zero=zero or ZeroConfig(), optim=optim, plan=self._plan, weights=weights
+        )
+        self._tensor_parallel = TensorParallelHooks(module, self._plan, mesh)
         self.mode = Mode.TRAIN
         self.flips: list[FlipReport] = []
         self._generator: Generator | None = None
@@ -124,17 +131,42 @@ class HybridEngine:
         optim: OptimConfig | None = None,
         inference: InferenceConfig | None = None,
         dtype: DType = "auto",
+        config: HybridConfig | None = None,
     ) -> HybridEngine:
         """Load a directory, Hub id or alias; ``optim`` defaults to AdamW with `OptimConfig`'s settings.
+
+        Args:
+            config: all of the others at once, as `HybridConfig.from_deepspeed` reads them.
 
         Raises:
             ValueError: the model cannot be found or laid out; the message says what to set.
         """
-        mesh = mesh or init_parallel()
         resolved = resolve_model(str(model))
-        module = load_causal_lm(resolved, dtype)
-        tokenizer = load_tokenizer(resolved)
-        return cls(module, tokenizer, mesh, zero=zero, optim=optim or OptimConfig(), inference=inference)
+        if config is not None:
+            if zero or optim or inference or dtype != "auto":
+                raise ValueError("config holds zero, optim, inference and dtype; pass either it or them")
+            config = config.resolve(hidden_size=resolved.config.get_text_config(decoder=True).hidden_size)
+            mesh = mesh or init_parallel(config.parallel.tp_size)
+            if mesh.tp_size != config.parallel.tp_size:
+                raise ValueError(f"config has tp_size={config.parallel.tp_size} and the mesh {mesh.tp_size}")
+            config.check_batch(mesh.world_size)
+            zero, optim, inference, dtype = config.zero, config.optim, config.inference, config.dtype
+        else:
+            optim = optim or OptimConfig()
+        mesh = mesh or init_parallel()
+        with closing(open_causal_lm(resolved, dtype)) as opened:
+            return cls(
+                opened.module,
+                load_tokenizer(resolved),
+                mesh,
+                zero=zero,
+                optim=optim,
+                inference=inference,
+                weights=opened.weights,
+            )
+
+    # What each rank of an engine would hold in each mode, before one is made.
+    memory_plan = staticmethod(memory_plan)
 
     # -- what the engine is ------------------------------------------------------------------------------------
 
@@ -180,6 +212,8 @@ class HybridEngine:
         if mode is self.mode:
             return
         mesh = self.mesh
+        if mode is Mode.GENERATE:
+            self.model.reduce_gradients()  # those that are whole would be in the way
         mesh.synchronize()
         started, received, held = time.perf_counter(), mesh.bytes_received, mesh.memory_in_use()
         try:
@@ -212,8 +246,6 @@ class HybridEngine:
 
     def _climb(self) -> None:
         """Every group to SLICE."""
-        for group in self.model.groups:
-            group.reduce_gradients()
         self.model.settle()
         for group in self.model.groups:
             try:
@@ -256,8 +288,7 @@ class HybridEngine:
 
     @property
     def _local_kv_heads(self) -> int:
-        bounds = split_units(num_kv_heads(self.config), self.mesh.tp_size)
-        return bounds[self.mesh.tp_rank + 1] - bounds[self.mesh.tp_rank]
+        return self._plan.num_local_kv_heads(self.mesh.tp_rank)
 
     def _count_blocks(self) -> int:
         """KV blocks that fit this rank, agreed by the tensor group: its ranks must schedule alike."""
@@ -395,6 +426,11 @@ class HybridEngine:
                 [[*c.prompt_token_ids, *c.token_ids] for c in batch], [len(c.token_ids) for c in batch], self.device
             )
         return self.model.logprobs(batch, temperature=temperature)
+
+    def loss(self, batch: RaggedBatch, normalizer: float | None = None) -> torch.Tensor:
+        """See `ShardedModel.loss`."""
+        self._require_train("loss")
+        return self.model.loss(batch, normalizer)
 
     def backward(self, loss: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> None:
         """See `ShardedModel.backward`."""

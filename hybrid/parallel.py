@@ -14,21 +14,29 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 
-Axis = Literal["world", "tensor", "slice"]
+Axis = str  # "world", "tensor", "slice", or one of those that `ParallelMesh.slicing` names
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renamed these two and warns under the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_MALLOC_TRIM = getattr(_LIBC, "malloc_trim", None)
+_MALLOPT = getattr(_LIBC, "mallopt", None)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+# A rank that has waited this long for others says where, so that they find out if they wait for one another.
+_PATIENCE_S = 5.0
+_WAITING = "hybrid/waiting"
 
 # How long a rank that lost a peer waits before it prints, so that the log opens with the rank that failed first.
 _PEER_LOST_DELAY_S = 3.0
@@ -41,6 +49,29 @@ _PEER_LOST_MARKS = (
 def uses_cuda() -> bool:
     """Whether ranks compute on GPUs: where there are any, unless HYBRID_DEVICE=cpu says otherwise."""
     return os.environ.get("HYBRID_DEVICE", "cuda") != "cpu" and torch.cuda.is_available()
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """A rank's place among weights that are cut into ``num_slices`` slices."""
+
+    num_slices: int
+    index: int  # which slice is this rank's
+    pieces: Axis  # the ranks that share the slice, each with a piece of it
+    slices: Axis  # ranks of one replica, one for each slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The ranks of one axis that this rank is among."""
+
+    size: int
+    index: int
+    process_group: dist.ProcessGroup | None  # None: this rank alone
+
+
+class DivergenceError(RuntimeError):
+    """Ranks have called, or their modules have run, in different orders."""
 
 
 class ParallelMesh:
@@ -62,37 +93,78 @@ class ParallelMesh:
         self.is_main = rank == 0
         self.device = torch.device("cuda", local_rank) if uses_cuda() else torch.device("cpu")
         self.bytes_received = 0
-        self._groups: dict[Axis, dist.ProcessGroup | None] = {"world": None, "tensor": None, "slice": None}
-        if world_size > 1:
-            self._groups["world"] = dist.group.WORLD
-            for d in range(self.dp_size):
-                self._new_group("tensor", [d * tp_size + t for t in range(tp_size)])
-            for t in range(tp_size):
-                self._new_group("slice", [d * tp_size + t for d in range(self.dp_size)])
+        self.position = "the start"  # what this rank is about to do with the others, for `wait` to compare
+        self._groups: dict[Axis, _Group] = {}
+        self._add_axis("world", [list(range(world_size))])
+        self._add_axis("tensor", [[d * tp_size + t for t in range(tp_size)] for d in range(self.dp_size)])
+        self._add_axis("slice", [[d * tp_size + t for d in range(self.dp_size)] for t in range(tp_size)])
 
-    def _new_group(self, axis: Axis, ranks: list[int]) -> None:
-        # Every rank takes part in making every group, members or not.
-        if len(ranks) == self.world_size:
-            self._groups[axis] = dist.group.WORLD
-        elif len(ranks) > 1:
-            group = dist.new_group(ranks)
-            if isinstance(group, dist.ProcessGroup):  # else a marker for a group without this rank
-                self._groups[axis] = group
+    def _add_axis(self, axis: Axis, all_ranks: Sequence[list[int]]) -> Axis:
+        """Make the process groups of an axis, of which this rank is in exactly one."""
+        if axis in self._groups:
+            return axis
+        for ranks in all_ranks:
+            process_group = None
+            if len(ranks) == self.world_size > 1:
+                process_group = dist.group.WORLD
+            elif len(ranks) > 1:
+                # Every rank takes part in making every group, members or not.
+                process_group = cast("dist.ProcessGroup", dist.new_group(ranks))
+            if self.rank in ranks:
+                self._groups[axis] = _Group(len(ranks), ranks.index(self.rank), process_group)
+        return axis
+
+    def slicing(self, num_slices: int) -> Slicing:
+        """The axes along which weights of ``num_slices`` slices are gathered; a collective the first time.
+
+        As a rule ``num_slices`` is 1 or ``tp_size``. Key/value heads that are fewer than the tensor ranks make a
+        number in between, and T / num_slices neighbours of each tensor group share a slice.
+        """
+        tp_size, sharers = self.tp_size, self.tp_size // num_slices
+        index = self.tp_rank // sharers
+        if num_slices == 1:
+            return Slicing(1, 0, "world", self._add_axis("alone", [[rank] for rank in range(self.world_size)]))
+        if num_slices == tp_size:
+            return Slicing(num_slices, index, "slice", "tensor")
+        bases = range(0, self.world_size, tp_size)
+        pieces = [[base + s * sharers + r for base in bases for r in range(sharers)] for s in range(num_slices)]
+        slices = [[base + s * sharers + r for s in range(num_slices)] for base in bases for r in range(sharers)]
+        return Slicing(
+            num_slices,
+            index,
+            self._add_axis(f"slice/{num_slices}", pieces),
+            self._add_axis(f"tensor/{num_slices}", slices),
+        )
 
     def size(self, axis: Axis) -> int:
-        return {"world": self.world_size, "tensor": self.tp_size, "slice": self.dp_size}[axis]
+        return self._groups[axis].size
 
     def index(self, axis: Axis) -> int:
         """This rank's place in its group of that axis."""
-        return {"world": self.rank, "tensor": self.tp_rank, "slice": self.dp_rank}[axis]
+        return self._groups[axis].index
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", axis: Axis = "world") -> torch.Tensor:
         """Reduce ``tensor`` in place over the axis and return it."""
-        if self.size(axis) > 1:
-            dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self._groups[axis])
-            self.bytes_received += tensor.nbytes * (self.size(axis) - 1) // self.size(axis)
+        self.start_all_reduce(tensor, op, axis, async_op=False)
+        return tensor
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", axis: Axis = "world", async_op: bool = True
+    ) -> list[dist.Work]:
+        """`all_reduce` that may be waited for later."""
+        group = self._groups[axis]
+        if group.size == 1:
+            return []
+        self.bytes_received += tensor.nbytes * (group.size - 1) // group.size
+        return _works(dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=group.process_group, async_op=async_op))
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite a contiguous ``tensor`` in place with that of rank ``src`` and return it."""
+        if self.world_size > 1:
+            self.bytes_received += tensor.nbytes if self.rank != src else 0
+            dist.broadcast(tensor, src=src)
         return tensor
 
     def reduce_scalars(self, values: Sequence[float], op: str = "sum", axis: Axis = "world") -> list[float]:
@@ -102,63 +174,120 @@ class ParallelMesh:
         # MPS and some accelerators lack float64, but the collectives here run on CPU or CUDA.
         return self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device), op, axis).tolist()
 
-    def all_gather(self, buffer: torch.Tensor, axis: Axis, async_op: bool = False) -> dist.Work | None:
-        """Fill a flat buffer of equal pieces, of which this rank's is in place already."""
-        size = self.size(axis)
-        if size == 1:
-            return None
-        piece = buffer.chunk(size)[self.index(axis)]
-        self.bytes_received += buffer.nbytes - piece.nbytes
-        return _all_gather_single(buffer, piece, group=self._groups[axis], async_op=async_op)
-
-    def all_gather_ranges(
-        self, buffer: torch.Tensor, bounds: Sequence[int], axis: Axis, async_op: bool = False
+    def all_gather(
+        self,
+        buffer: torch.Tensor,
+        axis: Axis,
+        *,
+        piece: torch.Tensor | None = None,
+        bounds: Sequence[int] | None = None,
+        async_op: bool = False,
     ) -> list[dist.Work]:
-        """Fill a flat buffer whose pieces may be uneven: rank i of the axis holds ``bounds[i]:bounds[i + 1]``."""
-        size = self.size(axis)
-        if size == 1:
-            return []
-        if all(bounds[i + 1] - bounds[i] == bounds[1] for i in range(size)):
-            work = self.all_gather(buffer, axis, async_op)
-            return [] if work is None else [work]
-        works, group = [], self._groups[axis]
-        for i in range(size):
-            piece = buffer[bounds[i] : bounds[i + 1]]
-            if piece.numel() == 0:
-                continue
-            if i != self.index(axis):
-                self.bytes_received += piece.nbytes
-            works.append(dist.broadcast(piece, group=group, group_src=i, async_op=async_op))
-        return [work for work in works if work is not None]
+        """Fill a flat buffer with the pieces of all ranks of the axis.
 
-    def reduce_scatter(self, buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Sum a flat buffer of equal pieces over the axis; returns this rank's piece, a view into the buffer."""
-        size = self.size(axis)
-        piece = buffer.chunk(size)[self.index(axis)]
-        if size > 1:
-            self.bytes_received += buffer.nbytes - piece.nbytes
-            _reduce_scatter_single(piece, buffer, group=self._groups[axis])
-        return piece
+        Args:
+            piece: this rank's; None where it is in place already.
+            bounds: where the pieces meet, size + 1 entries; equal pieces by default.
+        """
+        group = self._groups[axis]
+        bounds = bounds or _equal_bounds(buffer, group.size)
+        mine = buffer[bounds[group.index] : bounds[group.index + 1]]
+        self.bytes_received += buffer.nbytes - mine.nbytes
+        if self.device.type != "cpu" and group.size > 1 and _even(bounds):
+            source = mine if piece is None else piece
+            return _works(_all_gather_single(buffer, source, group=group.process_group, async_op=async_op))
+        # gloo gathers into memory of its own and copies from there; broadcasts land in place, in half the time.
+        if piece is not None:
+            mine.copy_(piece)
+        works = []
+        for i in range(group.size if group.size > 1 else 0):
+            part = buffer[bounds[i] : bounds[i + 1]]
+            if part.numel():
+                works += _works(dist.broadcast(part, group=group.process_group, group_src=i, async_op=async_op))
+        return works
 
-    def reduce_scatter_ranges(self, buffer: torch.Tensor, bounds: Sequence[int], axis: Axis) -> torch.Tensor:
-        """`reduce_scatter` for pieces that may be uneven; returns this rank's piece, a view into the buffer."""
-        size, index = self.size(axis), self.index(axis)
-        if size == 1 or all(bounds[i + 1] - bounds[i] == bounds[1] for i in range(size)):
-            return self.reduce_scatter(buffer, axis)
-        for i in range(size):
-            piece = buffer[bounds[i] : bounds[i + 1]]
-            if piece.numel():
-                dist.reduce(piece, group=self._groups[axis], group_dst=i)
-        mine = buffer[bounds[index] : bounds[index + 1]]
-        self.bytes_received += mine.nbytes * (size - 1)
-        return mine
+    def reduce_scatter(
+        self,
+        buffer: torch.Tensor,
+        axis: Axis,
+        total: torch.Tensor,
+        *,
+        bounds: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> PendingSum:
+        """Add the sum over the axis of this rank's piece of ``buffer`` to ``total``, once the result is waited for.
+
+        Args:
+            buffer: flat, left undefined.
+            total: of the piece's size; it may be of a wider dtype.
+            bounds: as in `all_gather`.
+        """
+        group = self._groups[axis]
+        bounds = bounds or _equal_bounds(buffer, group.size)
+        mine = buffer[bounds[group.index] : bounds[group.index + 1]]
+        if group.size == 1:
+            return PendingSum([], [mine], total)
+        self.bytes_received += mine.nbytes * (group.size - 1)
+        if self.device.type != "cpu" and _even(bounds):
+            works = _works(_reduce_scatter_single(mine, buffer, group=group.process_group, async_op=async_op))
+            return PendingSum(works, [mine], total)
+        # gloo would reduce the whole buffer on every rank. Each rank's pieces sent to it and summed there, in the dtype
+        # of the total, move the fewest bytes and round once.
+        sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        received = buffer.new_empty(mine.numel() * group.size)
+        work = dist.all_to_all_single(
+            received, buffer, [mine.numel()] * group.size, sizes, group=group.process_group, async_op=async_op
+        )
+        return PendingSum(_works(work), received.split(mine.numel()) if mine.numel() else [], total, keep=buffer)
 
     def all_gather_object(self, value: Any, axis: Axis = "world") -> list[Any]:
         if self.size(axis) == 1:
             return [value]
         values: list[Any] = [None] * self.size(axis)
-        dist.all_gather_object(values, value, group=self._groups[axis])
+        dist.all_gather_object(values, value, group=self._groups[axis].process_group)
         return values
+
+    def all_gather_int(self, value: int) -> list[int]:
+        """One number of every rank, on the host."""
+        if self.world_size == 1:
+            return [value]
+        # A gloo group moves it without waiting for the device; one of NCCL alone cannot.
+        device = "cpu" if "gloo" in str(dist.get_backend_config()) else self.device
+        values = torch.empty(self.world_size, dtype=torch.int64, device=device)
+        self.wait(_works(_all_gather_single(values, torch.tensor([value], device=device), async_op=True)))
+        return values.tolist()
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Wait for collectives, and find out where ranks wait for one another's different ones.
+
+        A rank whose host has waited for a while says where; once all have, in different places, none can go on.
+
+        Raises:
+            DivergenceError: so it is; the message says where each rank is.
+        """
+        slow = False
+        for work in works:
+            seen: list[str] | None = None
+            while not _done_within(work, _PATIENCE_S if self.device.type == "cpu" else None):
+                slow = True
+                places = self._compare_positions()
+                if places is not None and len(set(places)) > 1 and places == seen:
+                    said = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
+                    raise DivergenceError(
+                        f"ranks have parted and wait for one another: {said}. Every rank must run the same modules in "
+                        "the same order and call forward, backward and step equally often"
+                    )
+                seen = places
+        if slow:
+            _store().set(f"{_WAITING}/{self.rank}", "")
+
+    def _compare_positions(self) -> list[str] | None:
+        """Where all ranks are waiting; None while one of them is not."""
+        store = _store()
+        store.set(f"{_WAITING}/{self.rank}", self.position)
+        keys = [f"{_WAITING}/{rank}" for rank in range(self.world_size)]
+        places = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        return places if all(places) else None
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         if self.world_size == 1:
@@ -210,14 +339,73 @@ class ParallelMesh:
             _MALLOC_TRIM(0)
 
 
+class PendingSum:
+    """Pieces that will be added to a total; `wait` does it, once."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        pieces: Sequence[torch.Tensor],
+        total: torch.Tensor,
+        keep: torch.Tensor | None = None,
+    ) -> None:
+        self._works, self._pieces, self._total = works, pieces, total
+        self._keep = keep  # what is being sent must outlive the sending
+
+    def wait(self, mesh: ParallelMesh) -> None:
+        mesh.wait(self._works)
+        for piece in self._pieces:
+            self._total.add_(piece)
+        self._works, self._pieces, self._keep = [], [], None
+
+
+def _done_within(work: dist.Work, seconds: float | None) -> bool:
+    """Wait for a collective; False if it took longer, and it goes on."""
+    if seconds is None:
+        work.wait()
+        return True
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():  # it failed
+            raise
+        return False
+    return True
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _equal_bounds(buffer: torch.Tensor, num_pieces: int) -> list[int]:
+    """Where equal pieces of a flat buffer meet."""
+    piece = buffer.numel() // num_pieces
+    return [piece * i for i in range(num_pieces + 1)]
+
+
+def _works(work: dist.Work | None) -> list[dist.Work]:
+    return [] if work is None else [work]
+
+
+def _even(bounds: Sequence[int]) -> bool:
+    return all(high - low == bounds[1] - bounds[0] for low, high in zip(bounds, bounds[1:], strict=False))
+
+
 def init_parallel(
-    tp_size: int = 1, *, timeout_s: float = 1800, threads: int | Literal["auto"] = "auto"
+    tp_size: int = 1,
+    *,
+    timeout_s: float = 1800,
+    threads: int | Literal["auto"] = "auto",
+    keep_freed_memory: bool = True,
 ) -> ParallelMesh:
     """Join the world that the environment describes (RANK, LOCAL_RANK, WORLD_SIZE, as torchrun sets them).
 
     Without those variables this is a world of one process, and no process group is made. A process group that exists
     already is used as it is. Host threads are shared out between the ranks of a machine: two ranks that each start
     as many threads as there are cores slow each other down twentyfold.
+
+    Args:
+        keep_freed_memory: on a CPU, have the process keep freed buffers for the next ones, as on a GPU torch does.
 
     Raises:
         ValueError: ``tp_size`` does not divide the world.
@@ -232,6 +420,8 @@ def init_parallel(
         ParallelMesh(rank=rank, world_size=world_size, tp_size=tp_size, local_rank=local_rank, local_size=local_size)
     if uses_cuda():
         torch.cuda.set_device(local_rank)
+    elif keep_freed_memory:
+        _keep_freed_memory()
     if threads == "auto":
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
@@ -239,6 +429,18 @@ def init_parallel(
         backend = "cpu:gloo,cuda:nccl" if uses_cuda() else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     return ParallelMesh(rank=rank, world_size=world_size, tp_size=tp_size, local_rank=local_rank, local_size=local_size)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed buffers of up to 64 MiB, as torch's allocator does on a GPU.
+
+    It would give them back to the system, and layer after layer a step's buffers would be mapped and zeroed anew: a
+    tenth of the time of a training step in bf16. `ParallelMesh.empty_cache` gives them back when another mode needs
+    the room.
+    """
+    if _MALLOPT is not None:
+        _MALLOPT(_M_MMAP_THRESHOLD, 2**26)
+        _MALLOPT(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def run_main(main: Callable[[], Any]) -> None:

@@ -4,6 +4,7 @@
     python recipes/rlhf_step3.py --actor llama-2-7b --prompts prompts.jsonl --reward my_reward.py:score
     python recipes/rlhf_step3.py --actor ./sft --reward ./reward-model --prompts owner/dataset --prompt_column question
     torchrun --nproc-per-node 2 recipes/rlhf_step3.py --zero_stage 3 --tp_size 2
+    torchrun --nproc-per-node 8 recipes/rlhf_step3.py --deepspeed_config ds.json --actor ./sft
 
 Models are directories, Hub ids or aliases. Without --prompts it runs the demo task, with settings that suit it unless
 they are set. The run's directory gets the trained model (actor/), metrics.jsonl, samples.jsonl and config.yaml; with
@@ -15,13 +16,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from hybrid.arguments import input_errors, parse_arguments, save_config, to_flags
+from hybrid.arguments import input_errors, parse_arguments, plain_warnings, save_config, to_flags
 from hybrid.config import PPOSettings
+from hybrid.deepspeed import DeepSpeedArguments, deepspeed_presets
 
 if TYPE_CHECKING:
     from hybrid.rl.setup import PPOInputs
@@ -31,21 +31,24 @@ DEMO = {"total_steps": 24, "max_prompt_length": 32, "max_completion_length": 8, 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    plain_warnings()
     with input_errors():
-        groups = list(get_type_hints(PPOSettings).values())
-        settings = PPOSettings(*parse_arguments(groups, argv, description=__doc__, presets=presets))
+        groups = [*get_type_hints(PPOSettings).values(), DeepSpeedArguments]
+        *configs, deepspeed = parse_arguments(groups, argv, description=__doc__, presets=presets)
+        settings = PPOSettings(*configs)
         settings.parallel.check_world(int(os.environ.get("WORLD_SIZE", "1")))
     # Only now what imports torch, so that --help and a mistyped flag are answered at once.
     from hybrid.parallel import run_main
 
-    run_main(lambda: run(settings))
+    run_main(lambda: run(settings, deepspeed))
 
 
 def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {} if given.get("prompts") else DEMO
+    demo = {} if given.get("prompts") else DEMO
+    return {**demo, **deepspeed_presets(given)}
 
 
-def run(settings: PPOSettings) -> None:
+def run(settings: PPOSettings, deepspeed: DeepSpeedArguments) -> None:
     from hybrid.rewards import RewardError
     from hybrid.rl.setup import check_run, find_inputs
 
@@ -53,6 +56,8 @@ def run(settings: PPOSettings) -> None:
     with input_errors():
         checkpoint = check_run(settings.run)
         inputs = find_inputs(settings, int(os.environ.get("WORLD_SIZE", "1")), checkpoint=checkpoint)
+    hidden_size = inputs.actor.config.get_text_config(decoder=True).hidden_size
+    settings = settings._replace(zero=deepspeed.resolve(settings.zero, hidden_size))
     with input_errors(RewardError, on_all_ranks=False):
         train(settings, inputs)
 
@@ -115,15 +120,12 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
 
 
 def quieten() -> None:
-    """Warnings as one line each, from rank 0 alone, and no progress bars but our own."""
+    """No progress bars but our own, and of what transformers says only the errors."""
     from transformers.utils import logging
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # datasets, if used at all, is not imported yet
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if int(os.environ.get("RANK", "0")) != 0:
-        warnings.simplefilter("ignore")
-    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 
 import psutil
 
 from hybrid.config import InferenceConfig, ZeroConfig
 from hybrid.engine import HybridEngine
-from hybrid.models.loading import load_causal_lm, load_tokenizer, resolve_model
+from hybrid.models.loading import load_tokenizer, open_causal_lm, resolve_model
 from hybrid.parallel import init_parallel, run_main
 from hybrid.zero.level import Level
 
@@ -36,13 +37,15 @@ def main() -> None:
 
     mesh = init_parallel(options.tp_size)
     model = resolve_model(options.model)
-    engine = HybridEngine(
-        load_causal_lm(model, options.dtype),
-        load_tokenizer(model),
-        mesh,
-        zero=ZeroConfig(stage=options.zero_stage),
-        inference=InferenceConfig(kv_cache_gb=0.25),
-    )
+    with closing(open_causal_lm(model, options.dtype)) as opened:
+        engine = HybridEngine(
+            opened.module,
+            load_tokenizer(model),
+            mesh,
+            zero=ZeroConfig(stage=options.zero_stage),
+            inference=InferenceConfig(kv_cache_gb=0.25),
+            weights=opened.weights,
+        )
     before = engine.verify()
     for _ in range(WARM_UP):
         flip_there_and_back(engine)

@@ -24,6 +24,13 @@ _SHAPE = {
     "attention_dropout": 0.0,
     "initializer_range": 0.3,  # wide enough for distributions that are far from flat
 }
+# Weights of norms and biases that a fresh model has as ones and zeros, under which a wrong one would not be seen.
+_SPREAD = 0.1
+_NO_GROUPS = {"num_key_value_heads": None, "head_dim": None}  # every query head has a key/value head
+_INNER = {**_NO_GROUPS, "intermediate_size": None, "n_inner": 48}
+
+# What a family's configuration says differently from `_SHAPE`; None for what it does not know. These five are those
+# that the tests of attention and of the generator go through: what sets one family apart for them is here.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 6},
@@ -32,15 +39,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
+# And those that the tests of tensor parallelism add: packed projections, norms over all heads, learned positions.
+CUT_FAMILIES: dict[str, dict[str, Any]] = {
+    **FAMILIES,
+    "biogpt": _NO_GROUPS,
+    "codegen": {**_INNER, "rotary_dim": 4},
+    "cohere": {"use_qk_norm": True, "head_dim": None},
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8},
+    "glm4": {},
+    "gpt2": _INNER,
+    "gpt_bigcode": _INNER,
+    "gpt_neox": _NO_GROUPS,
+    "gptj": {**_INNER, "rotary_dim": 4},
+    "granite": {},
+    "hunyuan_v1_dense": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 6},
+    "opt": {**_NO_GROUPS, "intermediate_size": None, "ffn_dim": 48},
+    "persimmon": _NO_GROUPS,
+    "phi": {},
+    "phi3": {"sliding_window": 6},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+}
 
 
 def tiny_decoder(family: str, attention: str = "hybrid", **overrides: Any) -> PreTrainedModel:
     """A random model of the family; the same weights for each ``attention``."""
     import hybrid.models.attention  # noqa: F401  registers "hybrid"
 
-    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES.get(family, {}), **overrides})
+    settings = {**_SHAPE, **CUT_FAMILIES.get(family, {}), **overrides}
+    config = AutoConfig.for_model(family, **{name: value for name, value in settings.items() if value is not None})
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += _SPREAD * torch.randn(parameter.shape)
+    return model
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -89,6 +89,12 @@ def attention_call(call: RaggedCall | PagedCall, *, recompute: bool = False) -> 
         )
 
 
+def current_call() -> RaggedCall | PagedCall | None:
+    """What forward passes run as at present; None outside any context."""
+    active = _active.get()
+    return None if active is None else active.call
+
+
 def hybrid_attention(
     module: nn.Module,
     query: torch.Tensor,

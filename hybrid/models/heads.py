@@ -1,4 +1,4 @@
-"""What a model says about a ragged batch's tokens: their log-probs and entropies, or their values.
+"""What a model says about a ragged batch's tokens: their log-probs and entropies, their loss, or their values.
 
 The body of the model runs on the batch's flat token axis; the heads run on the rows that are asked for, no others.
 """
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid.models.attention import RaggedCall, attention_call
 from hybrid.models.ragged import RaggedBatch
+from ops.cross_entropy import linear_cross_entropy
 from ops.logprob import linear_logprob_entropy
 
 # What families call the factor on their logits, and the power it enters with; then who reads a name otherwise.
@@ -58,6 +59,42 @@ def token_logprobs(module: PreTrainedModel, batch: RaggedBatch, temperature: flo
         logit_scale=head.scale,
     )
     return TokenScores(logprobs=logprobs, entropy=entropy)
+
+
+def token_loss(
+    module: PreTrainedModel,
+    batch: RaggedBatch,
+    row_weights: torch.Tensor | None = None,
+    normalizer: float | None = None,
+) -> torch.Tensor:
+    """Scalar fp32 negative log-likelihood (nats) of the scored tokens under a causal LM: cross-entropy training.
+
+    The head's gradients are made in the forward, a chunk of logits at a time (see ``ops.cross_entropy``), so that there
+    is one backward through the result and no more. A batch that scores nothing gives a zero that is still connected to
+    the parameters.
+
+    Args:
+        row_weights: (R,) factor on each scored token's term, a constant; 1 by default.
+        normalizer: what the sum is divided by, such as the number of scored tokens on all ranks; by default the number
+            R of this batch's, whatever their weights.
+
+    Raises:
+        ValueError: a normalizer that is not positive, or row weights that do not fit or require a gradient.
+    """
+    if normalizer is not None and not normalizer > 0:
+        raise ValueError(f"normalizer is {normalizer}; a sum of losses is divided by something positive")
+    rows = hidden_states(module, batch)[batch.targets - 1]  # (R, H)
+    head = output_head(module)
+    scale = 1.0 / (normalizer or max(1, batch.num_targets))
+    return linear_cross_entropy(
+        rows,
+        head.weight,
+        batch.target_ids,
+        scale=scale if row_weights is None else row_weights * scale,
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.scale,
+    )
 
 
 def token_values(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:

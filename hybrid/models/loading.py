@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,14 +21,26 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from hybrid.models.aliases import ALIASES
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.models.bundled import BUNDLED_NAME, bundled_path
+from hybrid.models.empty import empty_module, fill_buffers
 from hybrid.models.hub import hub_is_reachable, why_unreachable
+from hybrid.models.matching import MustLoadWholeError, match_names
+from hybrid.models.source import (
+    ModuleWeights,
+    SafetensorsWeights,
+    Source,
+    WeightSource,
+    ZeroTensor,
+    read_headers,
+)
 from hybrid.parallel import uses_cuda
 
-DType = Literal["auto", "bf16", "fp32"]
+DType = Literal["auto", "bf16", "fp16", "fp32"]
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -55,6 +68,23 @@ class ResolvedModel:
     def num_positions(self) -> int | None:
         """How many tokens a sequence may have; None: the configuration does not say."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose weights have not been read: a module in evaluation mode, and where its parameters come from.
+
+    The parameters are on meta, in the dtype that they compute in; buffers are real, on the CPU. Where parts are not
+    enough to load a checkpoint the module is whole instead.
+    """
+
+    module: PreTrainedModel
+    weights: WeightSource
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        if isinstance(self.weights, SafetensorsWeights):
+            self.weights.close()
 
 
 def resolve_model(name: str) -> ResolvedModel:
@@ -108,11 +138,27 @@ def load_value_model(
         ValueError: the checkpoint has no score head and ``new_head`` is False, or its head gives several scores.
     """
     check_value_model(resolved, new_head=new_head)
-    model, missing = _load(AutoModelForSequenceClassification, resolved, dtype, num_labels=1)
-    with torch.no_grad():
-        for name in missing:
-            model.get_parameter(name).zero_()
-    return model
+    return _load_with_zeros(AutoModelForSequenceClassification, resolved, dtype, num_labels=1)
+
+
+def open_causal_lm(resolved: ResolvedModel, dtype: torch.dtype | DType = "auto") -> OpenedModel:
+    """`load_causal_lm` without reading the parameters. Ranks call this independently.
+
+    Warns where transformers converts the checkpoint in a way that cannot be done by ranges, so that each rank loads it
+    whole.
+
+    Raises:
+        ValueError: weights are missing or of another shape.
+    """
+    return _open(AutoModelForCausalLM, resolved, dtype)
+
+
+def open_value_model(
+    resolved: ResolvedModel, dtype: torch.dtype | DType = "auto", *, new_head: bool = True
+) -> OpenedModel:
+    """`load_value_model` without reading the parameters; see `open_causal_lm`."""
+    check_value_model(resolved, new_head=new_head)
+    return _open(AutoModelForSequenceClassification, resolved, dtype, num_labels=1)
 
 
 def check_value_model(resolved: ResolvedModel, *, new_head: bool) -> None:
@@ -153,9 +199,9 @@ def resolve_dtype(dtype: torch.dtype | DType, device: torch.device | str | None 
     if dtype == "auto":
         device = torch.device(device or ("cuda" if uses_cuda() else "cpu"))
         return torch.bfloat16 if _has_native_bf16(device) else torch.float32
-    known = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if dtype not in known:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose auto, bf16 or fp32")
+        raise ValueError(f"dtype={dtype!r} is unknown; choose auto, bf16, fp16 or fp32")
     return known[dtype]
 
 
@@ -185,17 +231,89 @@ def _load(
         )
     except OSError as error:
         raise ValueError(f"model {resolved.name!r} could not be loaded: {_first_line(error)}") from error
-    prefix = f"{model.base_model_prefix}."
     missing = sorted(info["missing_keys"])
-    lost = [name for name in missing if name.startswith(prefix)]
+    _check_body(model, missing, resolved)
+    # A tied head is reported as missing by some versions; it shares the embedding's storage and is not.
+    parameters = dict(model.named_parameters())
+    return model.eval(), [name for name in missing if name in parameters]
+
+
+def _load_with_zeros(
+    auto_class: Any, resolved: ResolvedModel, dtype: torch.dtype | DType, **overrides: Any
+) -> PreTrainedModel:
+    model, missing = _load(auto_class, resolved, dtype, **overrides)
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return model
+
+
+def _check_body(model: PreTrainedModel, missing: list[str], resolved: ResolvedModel) -> None:
+    lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if lost:
         raise ValueError(
             f"the checkpoint of {resolved.name!r} lacks {len(lost)} of the model's weights, {lost[0]} first; "
             "it is damaged or of another architecture than its config.json says"
         )
-    # A tied head is reported as missing by some versions; it shares the embedding's storage and is not.
-    parameters = dict(model.named_parameters())
-    return model.eval(), [name for name in missing if name in parameters]
+
+
+def _open(auto_class: Any, resolved: ResolvedModel, dtype: torch.dtype | DType, **overrides: Any) -> OpenedModel:
+    is_value_model = auto_class is AutoModelForSequenceClassification
+    try:
+        stored = read_headers(_find_safetensors(resolved))
+        where = {"local_files_only": resolved.local_files_only}
+        compute_dtype = resolve_dtype(dtype)
+        module = empty_module(
+            auto_class, resolved.config, compute_dtype, source=resolved.source, where=where, **overrides
+        )
+        match = match_names(module, stored)
+        _check_body(module, list(match.missing), resolved)
+        heads = [name for name in match.missing if name in dict(module.named_parameters())]
+        if heads and not is_value_model:
+            raise MustLoadWholeError(f"it has no {heads[0]}, which transformers makes up")
+    except MustLoadWholeError as reason:
+        warnings.warn(f"model {resolved.name!r} is loaded whole on this rank: {reason}", stacklevel=3)
+        if is_value_model:
+            whole = _load_with_zeros(auto_class, resolved, dtype, **overrides)
+        else:
+            whole = _load_repeatably(auto_class, resolved, dtype)
+        return OpenedModel(whole, ModuleWeights(whole))
+    except OSError as error:
+        raise ValueError(f"model {resolved.name!r} could not be loaded: {_first_line(error)}") from error
+    zeros: dict[str, Source] = {name: ZeroTensor(tuple(module.get_parameter(name).shape)) for name in heads}
+    weights = SafetensorsWeights({**match.sources, **zeros})
+    fill_buffers(module, match, weights, compute_dtype)
+    return OpenedModel(module, weights)
+
+
+def _load_repeatably(auto_class: Any, resolved: ResolvedModel, dtype: torch.dtype | DType) -> PreTrainedModel:
+    """What transformers makes up is the same on all ranks, which come here without asking each other."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _load(auto_class, resolved, dtype)[0]
+
+
+def _find_safetensors(resolved: ResolvedModel) -> list[Path]:
+    """The files that from_pretrained would read, downloaded if need be.
+
+    Raises:
+        MustLoadWholeError: there are none, or they are not all of the model.
+    """
+    config, offline = resolved.config, resolved.local_files_only
+    if getattr(config, "quantization_config", None) is not None:
+        raise MustLoadWholeError("it is quantised")
+    special = ("transformers_weights", "fusion_config", "extra_files")
+    if any(getattr(config, name, None) for name in special):
+        raise MustLoadWholeError("its config.json says how to assemble it")
+    if is_peft_available() and find_adapter_config_file(resolved.source, local_files_only=offline) is not None:
+        raise MustLoadWholeError("it has an adapter")
+    optional = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
+    if file := cached_file(resolved.source, _WEIGHT_FILES[0], **optional):
+        return [Path(file)]
+    if index := cached_file(resolved.source, _WEIGHT_FILES[1], **optional):
+        shards, _ = get_checkpoint_shard_files(resolved.source, index, local_files_only=offline)
+        return [Path(file) for file in shards]
+    raise MustLoadWholeError("its files are no safetensors")
 
 
 def _resolve_directory(name: str, directory: Path) -> ResolvedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,11 +29,12 @@ from hybrid.data.prompts import Prompt, PromptDataset, load_prompts
 from hybrid.data.tasks import LargerNumberTask, larger_number
 from hybrid.engine import HybridEngine
 from hybrid.models.loading import (
+    OpenedModel,
     ResolvedModel,
     check_value_model,
-    load_causal_lm,
     load_tokenizer,
-    load_value_model,
+    open_causal_lm,
+    open_value_model,
     resolve_model,
     skeleton,
 )
@@ -125,22 +127,30 @@ def settings_to_compare(settings: PPOSettings) -> dict[str, Any]:
 
 def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> PPOParts:
     """Load every model's weights and lay them out over the ranks; every rank calls this."""
-    dtype, zero = settings.model.dtype, settings.zero
-    actor = HybridEngine(
-        load_causal_lm(inputs.actor, dtype),
-        inputs.tokenizer,
-        mesh,
-        zero=zero,
-        optim=settings.optim,
-        inference=settings.inference,
-    )
+    zero = settings.zero
+
+    def sharded(opened: OpenedModel, optim: OptimConfig | None = None) -> ShardedModel:
+        with closing(opened):
+            return ShardedModel(opened.module, mesh, zero=zero, optim=optim, weights=opened.weights)
+
+    dtype = settings.model.dtype
+    with closing(open_causal_lm(inputs.actor, dtype)) as opened:
+        actor = HybridEngine(
+            opened.module,
+            inputs.tokenizer,
+            mesh,
+            zero=zero,
+            optim=settings.optim,
+            inference=settings.inference,
+            weights=opened.weights,
+        )
     critic_optim = dataclasses.replace(settings.optim, learning_rate=settings.critic.critic_learning_rate)
-    critic = ShardedModel(load_value_model(inputs.critic, dtype), mesh, zero=zero, optim=critic_optim)
-    ref = ShardedModel(load_causal_lm(inputs.ref, dtype), mesh, zero=zero)
+    critic = sharded(open_value_model(inputs.critic, dtype), critic_optim)
+    ref = sharded(open_causal_lm(inputs.ref, dtype))
     if not isinstance(inputs.reward, ResolvedModel):
         return PPOParts(actor, critic, ref, inputs.reward)
     reward = ModelReward(
-        ShardedModel(load_value_model(inputs.reward, dtype, new_head=False), mesh, zero=zero),
+        sharded(open_value_model(inputs.reward, dtype, new_head=False)),
         load_tokenizer(inputs.reward),
         max_tokens_per_microbatch=settings.ppo.max_tokens_per_microbatch,
         # It reads one token more than it scores.
@@ -163,7 +173,7 @@ def make_ppo_trainer(
     zero: ZeroConfig | None = None,
     inference: InferenceConfig | None = None,
     tp_size: int = 1,
-    dtype: Literal["auto", "bf16", "fp32"] = "auto",
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
     apply_chat_template: bool | None = None,
     **trainer_options: Any,
 ) -> PPOTrainer:

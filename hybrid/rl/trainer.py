@@ -20,6 +20,7 @@ from hybrid.rl.metrics import StepMetrics
 from hybrid.rl.ppo import policy_loss, value_loss
 from hybrid.rl.records import Experience
 from hybrid.rl.rollout import RolloutCollector, ScoredSample, request_seed
+from hybrid.zero.optimizer import StepReport
 
 if TYPE_CHECKING:
     from hybrid.config import PPOConfig
@@ -174,7 +175,7 @@ class PPOTrainer:
             for name, total in sums.items():
                 metrics.add_mean(f"actor/{name}", total, batch.num_targets)
         report = self.actor.step()
-        metrics.add_mean("actor/grad_norm", report.grad_norm)
+        _add_report(metrics, "actor", report)
         metrics.add_mean("actor/lr", report.lr)
 
     def _update_critic(self, micro_batches: list[list[Experience]], num_tokens: int, metrics: StepMetrics) -> None:
@@ -194,8 +195,7 @@ class PPOTrainer:
             metrics.add_mean("critic/vpred_mean", values.detach().sum(), batch.num_targets)
             for name, total in sums.items():
                 metrics.add_mean(f"critic/{name}", total, batch.num_targets)
-        report = self.critic.step()
-        metrics.add_mean("critic/grad_norm", report.grad_norm)
+        _add_report(metrics, "critic", self.critic.step())
 
     # -- looking at it -------------------------------------------------------------------------------------------
 
@@ -304,3 +304,12 @@ def sample_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     if groups:
         metrics["frac_reward_zero_std"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
     return metrics
+
+
+def _add_report(metrics: StepMetrics, role: str, report: StepReport) -> None:
+    """What an optimizer step did; in fp16 it may have been skipped, and then had no norm."""
+    if not report.skipped:
+        metrics.add_mean(f"{role}/grad_norm", report.grad_norm)
+    if report.loss_scale != 1.0 or report.skipped:
+        metrics.add_mean(f"{role}/loss_scale", report.loss_scale)
+        metrics.add_mean(f"{role}/skipped_steps", float(report.skipped))

@@ -15,16 +15,18 @@ refilled.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybrid.layout import GroupLayout, ParamLayout
-from hybrid.parallel import Axis, ParallelMesh
+from hybrid.layout import ParamLayout
+from hybrid.models.source import WeightSource
+from hybrid.parallel import ParallelMesh, PendingSum
 from hybrid.zero.level import Level, LevelError, check_move
+from hybrid.zero.partition import GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,122 +40,158 @@ class Member:
 
 
 class ParamGroup:
-    """A group of parameters of one dtype that is gathered, released and reduced together.
+    """A group of parameters that is gathered, released and reduced together.
 
-    ``sliced`` groups rest as shards of tensor-parallel slices. Others rest as pieces of the whole group, and their
-    slices are ranges of the full weights. ``resting`` is SHARD (stage 3) or FULL (stages 0 to 2 and persistent
-    weights); ``replicated`` is stage 0, where a rank's shard is the whole group.
+    Groups of several slices rest as shards of tensor-parallel slices. Others rest as pieces of the whole group, and
+    what a tensor rank shows of them in generation is ranges of the full weights.
+
+    Args:
+        weights: where the values come from; read are the ranges that this rank holds at rest, no others.
+        reduce_dtype: what gradients are summed over ranks in; None: what they were computed in.
     """
 
     def __init__(
         self,
-        name: str,
+        plan: GroupPlan,
         members: Sequence[Member],
         mesh: ParallelMesh,
+        weights: WeightSource,
         *,
-        sliced: bool,
-        resting: Level,
-        replicated: bool = False,
-        decay: bool = True,
         keep_slices: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.name, self.members, self.decay, self.resting = name, tuple(members), decay, resting
-        self.trainable = members[0].parameter.requires_grad
-        self.dtype = members[0].parameter.dtype
-        self.level = Level.SHARD
-        self._mesh, self._sliced, self._replicated = mesh, sliced, replicated
-        self._keep_slices = keep_slices and sliced
-        self._piece_axis: Axis = "slice" if sliced else "world"
-        self.layout = GroupLayout(
-            params=tuple(member.layout for member in members),
-            num_slices=mesh.tp_size if sliced else 1,
-            num_pieces=1 if replicated else mesh.size(self._piece_axis),
-        )
-        self._tp_rank = mesh.tp_rank if sliced else 0  # which slice of the layout is ours
+        self.plan, self.layout, self.name, self.members = plan, plan.layout, plan.name, tuple(members)
+        self.trainable, self.dtype, self.level = plan.trainable, plan.dtype, Level.SHARD
+        self._mesh, self._slicing = mesh, mesh.slicing(plan.layout.num_slices)
+        # With one piece and one slice there is nothing to gather or to free: the group is FULL at rest.
+        self._moves = plan.layout.num_pieces > 1 or plan.layout.num_slices > 1
+        self.resting = Level.FULL if plan.rests_full or not self._moves else Level.SHARD
+        self._keep_slices = keep_slices and plan.layout.num_slices > 1
+        self._reduce_dtype = reduce_dtype
+        self.holders = 0  # who has been handed its FULL weights; until they are given back it stays FULL
         self._works: list[dist.Work] = []
         self._grads: torch.Tensor | None = None  # full gradients of a backward under way
         self._whole_sum: torch.Tensor | None = None  # full gradients of finished ones, of this rank alone
-        self._allocate_and_fill()
+        self._reduction: PendingSum | None = None
         self.grad: torch.Tensor | None = None  # (piece,) fp32, summed over ranks and micro-batches
-        # Where the compute dtype is fp32 already, the master is the shard.
-        self.master = nn.Parameter(self.shard.float(), requires_grad=True) if self.trainable else None
+        self.master: nn.Parameter | None = None  # (piece,) fp32; where that is the compute dtype, the shard itself
+        self._allocate_and_fill(weights)
+        if self.trainable:
+            for member in self.members:
+                member.parameter.register_hook(self._before_accumulation)
 
     # -- construction --------------------------------------------------------------------------------------------
 
-    def _allocate_and_fill(self) -> None:
-        """Take the module's full parameters into the shard and leave the group at its resting level."""
+    def _allocate_and_fill(self, weights: WeightSource) -> None:
         layout, device = self.layout, self._mesh.device
-        buffer = self._cut_slice([member.parameter.data for member in self.members], self.dtype)
+        slice_numel = layout.slice_numel(self._index)
         start, stop = self._piece_bounds
-        rests_whole = self.resting is Level.FULL
-        self.shard = buffer if layout.num_pieces == 1 else buffer[start:stop]
-        if not rests_whole and layout.num_pieces > 1:
-            self.shard = self.shard.clone()  # lets go of the buffer
-        self._slice = self.shard if layout.num_pieces == 1 else buffer
-        self._full = (
-            self._slice
-            if layout.num_slices == 1
-            else torch.empty(layout.full_offsets[-1], dtype=self.dtype, device=device)
-        )
+        if self.resting is Level.FULL and layout.num_slices == 1:
+            self._slice = self._filled(weights, 0, slice_numel, self.dtype)
+            self.shard = self._slice[start:stop]
+        else:
+            self.shard = self._filled(weights, start, stop, self.dtype)
+            self._slice = self.shard
+            if layout.num_pieces > 1:
+                self._slice = torch.empty(slice_numel, dtype=self.dtype, device=device)
+        self._full = self._slice
+        if layout.num_slices > 1:
+            self._full = torch.empty(layout.full_offsets[-1], dtype=self.dtype, device=device)
+        if self.trainable:
+            # The checkpoint may be wider than the compute dtype: the master has all of it.
+            wide = self.dtype == torch.float32
+            master = self.shard if wide else self._filled(weights, start, stop, torch.float32)
+            self.master = nn.Parameter(master, requires_grad=True)
         self._full_views = self._views(self._full, layout.full_offsets, full=True)
-        self._slice_views = self._make_slice_views()
+        self._cached_slice_views: list[torch.Tensor] | None = None
         self._empty = torch.empty(0, dtype=self.dtype, device=device)
-        # With one piece and one slice there is nothing to gather or to free: the group is FULL at rest.
-        if not self._moves:
-            self.resting = Level.FULL
         self.level = Level.FULL
         self.rest()
 
-    def _cut_slice(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's slice buffer, cut out of full weights (or what is shaped like them) in the module's order."""
-        layout = self.layout
-        buffer = torch.zeros(layout.slice_numel(self._tp_rank), dtype=dtype, device=self._mesh.device)
-        offsets = layout.slice_offsets(self._tp_rank)
-        for member, weight, offset in zip(self.members, weights, offsets, strict=False):
-            start, stop = member.layout.rows(self._tp_rank, layout.num_slices)
-            source = _axis_major(weight, member.layout)
-            shape = member.layout.slice_shape(self._tp_rank, layout.num_slices)
-            target = buffer[offset : offset + _numel(shape)].view(shape)
-            target.copy_(source[start:stop] if source.dim() else source)
+    def _filled(self, weights: WeightSource, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer with the elements ``start:stop`` of this rank's slice."""
+        buffer = torch.empty(stop - start, dtype=dtype, device=self._mesh.device)
+        end = self.layout.slice_offsets(self._index)[-1]
+        if stop > end:
+            buffer[max(0, end - start) :].zero_()  # padding
+        for target, stretch in self._stretches(start, stop):
+            rows = weights.read(stretch.name, stretch.dim, *stretch.rows)
+            flat = (rows.transpose(0, 1) if stretch.dim == 1 else rows).reshape(-1)
+            buffer[target : target + stretch.numel].copy_(flat[stretch.skip : stretch.skip + stretch.numel])
         return buffer
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, _Stretch]]:
+        """What elements ``start:stop`` of this rank's slice are made of: where each goes, and where it comes from."""
+        offset = 0
+        for member in self.members:
+            layout, row_numel = member.layout, member.layout.row_numel
+            for first, last in layout.part_rows(self._index, self.layout.num_slices):
+                low, high = max(start, offset), min(stop, offset + (last - first) * row_numel)
+                if low < high:
+                    first_row = first + (low - offset) // row_numel
+                    last_row = first - (offset - high) // row_numel  # rounded up
+                    skip = low - offset - (first_row - first) * row_numel
+                    rows = (first_row, last_row)
+                    yield low - start, _Stretch(member.name, layout.axis or 0, rows, skip, high - low)
+                offset += (last - first) * row_numel
+
+    @property
+    def _index(self) -> int:
+        return self._slicing.index
 
     @property
     def _piece_bounds(self) -> tuple[int, int]:
         """Where this rank's shard lies in its slice buffer."""
-        piece = 0 if self._replicated else self._mesh.index(self._piece_axis)
-        return self.layout.piece_range(self._tp_rank, piece)
+        piece = 0 if self.plan.replicated else self._mesh.index(self._slicing.pieces)
+        return self.layout.piece_range(self._index, piece)
 
     def _views(self, buffer: torch.Tensor, offsets: Sequence[int], full: bool) -> list[torch.Tensor]:
         views = []
         for member, offset in zip(self.members, offsets, strict=False):
             layout = member.layout
-            shape = layout.storage_shape if full else layout.slice_shape(self._tp_rank, self.layout.num_slices)
-            views.append(_module_order(buffer[offset : offset + _numel(shape)].view(shape), layout))
+            shape = layout.storage_shape if full else layout.part_shape(self._index, self.layout.num_slices)
+            view = buffer[offset : offset + torch.Size(shape).numel()].view(shape)
+            views.append(view.transpose(0, 1) if layout.axis == 1 else view)
         return views
 
-    def _make_slice_views(self) -> list[torch.Tensor]:
+    def _slice_views(self) -> list[torch.Tensor]:
         """What the module sees in generation: views of the slice buffer, or ranges of full weights."""
-        mesh = self._mesh
-        if self._sliced:
-            views = self._views(self._slice, self.layout.slice_offsets(self._tp_rank), full=False)
+        if self._cached_slice_views is not None:
+            return self._cached_slice_views
+        mesh, copied = self._mesh, False
+        if self.layout.num_slices > 1:
+            views = self._views(self._slice, self.layout.slice_offsets(self._index), full=False)
         else:
             views = []
             for member, view in zip(self.members, self._full_views, strict=True):
-                start, stop = member.layout.rows(mesh.tp_rank, mesh.tp_size)
-                views.append(
-                    view if member.layout.axis is None else view.narrow(member.layout.axis, start, stop - start)
-                )
-        for index, member in enumerate(self.members):
-            if member.added_once and mesh.tp_rank > 0:
-                views[index] = torch.zeros_like(views[index])
+                dim = member.layout.axis
+                if dim is not None:
+                    ranges = member.layout.part_rows(mesh.tp_rank, mesh.tp_size)
+                    parts = [view.narrow(dim, start, stop - start) for start, stop in ranges]
+                    copied |= len(parts) > 1
+                    view = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+                views.append(view)
+        if mesh.tp_rank > 0:
+            for index, member in enumerate(self.members):
+                if member.added_once:
+                    views[index] = torch.zeros_like(views[index])
+        if not copied:  # copies are of these weights, and go when the level does
+            self._cached_slice_views = views
         return views
 
     # -- levels --------------------------------------------------------------------------------------------------
 
     @property
-    def _moves(self) -> bool:
-        """Whether the levels differ at all; one rank alone holds the shard, the slice and the full weights in one."""
-        return self.layout.num_pieces > 1 or self.layout.num_slices > 1
+    def live_numel(self) -> int:
+        """Elements gathered beyond the resting level: whole, or on their way to it."""
+        gathered = self.resting is Level.SHARD and self.level in (Level.FULL, Level.INFLIGHT)
+        return self.layout.full_offsets[-1] if gathered else 0
+
+    @property
+    def numel_to_gather(self) -> int:
+        """Elements that `start_full` would add to those that are live."""
+        needed = self.resting is Level.SHARD and self.level not in (Level.FULL, Level.INFLIGHT)
+        return self.layout.full_offsets[-1] if needed else 0
 
     def _settle(self, level: Level, shown: Sequence[torch.Tensor] | None) -> None:
         """Arrive at a level: free the buffers that it does not hold, and show the module ``shown`` (None: nothing)."""
@@ -169,11 +207,12 @@ class ParamGroup:
             member.parameter.data = self._empty if shown is None else shown[index]
 
     def start_full(self) -> None:
-        """Begin the climb to FULL; `wait_full` ends it. No-op on the way or there."""
+        """Begin the climb to FULL; no-op if it is under way or done."""
         if self.level in (Level.FULL, Level.INFLIGHT):
             return
         if self.layout.num_slices == 1:
-            self._fill_slice(async_op=True)
+            if self.level is Level.SHARD:
+                self._works += self._fill_slice(async_op=True)
         else:
             if self.level is Level.SHARD:
                 self._fill_slice(async_op=False)
@@ -186,40 +225,40 @@ class ParamGroup:
         """Block until the weights are FULL and show them to the module."""
         self.start_full()
         if self.level is Level.INFLIGHT:
-            for work in self._works:
-                work.wait()
+            self._mesh.wait(self._works)
             self._works.clear()
             self._settle(Level.FULL, self._full_views)
 
-    def _fill_slice(self, async_op: bool) -> None:
-        """SHARD -> SLICE: gather the pieces of the slice in place."""
+    def _fill_slice(self, async_op: bool) -> list[dist.Work]:
+        """SHARD -> SLICE: the pieces of the slice land in its buffer."""
         if self.layout.num_pieces == 1:
-            return
+            return []
         _allocate(self._slice)
-        self._my_piece.copy_(self.shard)
-        work = self._mesh.all_gather(self._slice, self._piece_axis, async_op)
-        if work is not None:
-            self._works.append(work)
+        return self._mesh.all_gather(self._slice, self._slicing.pieces, piece=self.shard, async_op=async_op)
 
     def _spread_slices(self, slice_: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """SLICE -> FULL: every weight's slices meet in its contiguous range of the full buffer."""
-        layout, works = self.layout, []
-        mine = layout.slice_offsets(self._tp_rank)
-        for index, param in enumerate(layout.params):
-            bounds = param.slice_bounds(layout.num_slices)
-            weight = full[layout.full_offsets[index] : layout.full_offsets[index + 1]]
-            weight[bounds[self._tp_rank] : bounds[self._tp_rank + 1]].copy_(slice_[mine[index] : mine[index + 1]])
-            works += self._mesh.all_gather_ranges(weight, bounds, "tensor", async_op=True)
+        """SLICE -> FULL: the slices of every weight land in its contiguous range of the full buffer."""
+        works: list[dist.Work] = []
+        for low, high, weight, bounds in self._segments(full):
+            works += self._mesh.all_gather(
+                weight, self._slicing.slices, piece=slice_[low:high], bounds=bounds, async_op=True
+            )
         return works
 
-    @property
-    def _my_piece(self) -> torch.Tensor:
-        start, stop = self._piece_bounds
-        return self._slice[start:stop]
+    def _segments(self, full: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor, list[int]]]:
+        """For each segment of each weight: where ours lies in the slice, all of it in the full buffer, and where the
+        slices meet in that."""
+        start, num_slices = 0, self.layout.num_slices
+        for offset, param in zip(self.layout.full_offsets, self.layout.params, strict=False):
+            for bounds in param.segment_bounds(num_slices):
+                stop = start + bounds[self._index + 1] - bounds[self._index]
+                whole = full[offset + bounds[0] : offset + bounds[-1]]
+                yield start, stop, whole, [bound - bounds[0] for bound in bounds]
+                start = stop
 
     def release(self) -> None:
         """Drop back from FULL to where the group waits between uses in training."""
-        if self.resting is Level.FULL or self.level in (Level.SHARD, Level.SLICE):
+        if self.holders or self.resting is Level.FULL or self.level in (Level.SHARD, Level.SLICE):
             return
         self.wait_full()
         self._settle(Level.SLICE if self._keep_slices else Level.SHARD, None)
@@ -228,10 +267,12 @@ class ParamGroup:
         """Drop whatever the resting level does not hold, from any level; nothing moves between ranks."""
         if self.level is Level.INFLIGHT:
             self.wait_full()
+        if self.holders:
+            return
         self._settle(self.resting, self._full_views if self.resting is Level.FULL else None)
 
     def abandon(self) -> None:
-        """`rest` after a failure: a gather under way is waited for, since it writes into our memory, and forgotten."""
+        """`rest` after a failure: what is under way is waited for, since it writes into our memory, and forgotten."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()
@@ -242,32 +283,39 @@ class ParamGroup:
 
     def enter_slice(self) -> None:
         """Climb to SLICE for generation and show the slices to the module."""
-        if not self._sliced:
+        if self.holders:
+            raise LevelError(f"{self.name} is held whole by gathered(); leave that block first")
+        if self.layout.num_slices == 1:
             if self.level is not Level.SLICE:
                 self.wait_full()
         elif self.level is not Level.SLICE:
             self.rest()
             self._fill_slice(async_op=False)
-        self._settle(Level.SLICE, self._slice_views)
+        self._settle(Level.SLICE, self._slice_views())
 
     @property
     def flip_bytes(self) -> int:
-        """Bytes that the layout has this rank receive to climb from SHARD to SLICE."""
-        return self.layout.flip_numel(self._tp_rank) * self.shard.element_size()
+        """Bytes that the layout has this rank receive to climb to SLICE from where the group rests."""
+        if self.resting is Level.FULL:
+            return 0
+        return self.layout.flip_numel(self._index) * self.shard.element_size()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
+    def _before_accumulation(self, grad: torch.Tensor) -> None:
+        """Autograd is about to add the first gradient of this backward to a parameter."""
+        self.begin_backward()
+
     def begin_backward(self) -> None:
         """Give every parameter a gradient to add to: a view into one zeroed buffer. No-op if they have one."""
-        if not self.trainable or self._grads is not None:
+        if self._grads is not None:
             return
         if self.level is not Level.FULL:
             raise LevelError(f"{self.name} takes part in a backward at {self.level.name}; its weights must be FULL")
         # One rank in fp32 sums straight into what the optimizer reads.
         self._grads = self._sum_buffer() if self._grad_is_sum else torch.zeros_like(self._full)
-        for member, view in zip(
-            self.members, self._views(self._grads, self.layout.full_offsets, full=True), strict=True
-        ):
+        views = self._views(self._grads, self.layout.full_offsets, full=True)
+        for member, view in zip(self.members, views, strict=True):
             member.parameter.grad = view
 
     @property
@@ -279,49 +327,67 @@ class ParamGroup:
             self.grad = torch.zeros(self.shard.numel(), dtype=torch.float32, device=self.shard.device)
         return self.grad
 
-    def end_backward(self, reduce: bool) -> None:
-        """Take the gradients of a backward: summed over the ranks at once, or kept whole in fp32 until the step."""
+    def end_backward(self, reduce: bool) -> int:
+        """Take the gradients of a backward: summed over the ranks from now on, or kept whole in fp32 until the step.
+
+        Returns:
+            the elements whose reduction was started; `finish_reduction` ends it.
+        """
         if self._grads is None:
             if any(member.parameter.grad is not None for member in self.members):
                 raise LevelError(f"{self.name} has gradients from outside; call backward(loss) of the engine or model")
-            return
+            return 0
         grads, self._grads = self._grads, None
         for member in self.members:
             member.parameter.grad = None
         if self._grad_is_sum:
-            return
+            return 0
+        numel = grads.numel()
         if self._whole_sum is not None:
             self._whole_sum.add_(grads)
         else:
             self._whole_sum = grads if reduce else grads.float()
+        del grads  # or they would live beside what the reduction makes of them
         if reduce:
-            self.reduce_gradients()
+            self.start_reduction()
+        return numel if reduce else 0
 
-    def reduce_gradients(self) -> None:
-        """Sum the gradients that are kept whole over all ranks into this rank's shard of them, and free the rest."""
+    def start_reduction(self) -> None:
+        """Begin to sum the gradients that are kept whole over all ranks into this rank's shard of them."""
         if self._whole_sum is None:
             return
+        self.finish_reduction()
         grads, self._whole_sum = self._whole_sum, None
-        if self._replicated:
-            piece = self._mesh.all_reduce(grads)
-        elif self._sliced:
-            piece = self._mesh.reduce_scatter(self._reduce_to_slice(grads), self._piece_axis)
-        else:
-            piece = self._mesh.reduce_scatter(grads, self._piece_axis)
-        self._sum_buffer().add_(piece)
+        if self._reduce_dtype is not None:
+            grads = grads.to(self._reduce_dtype)
+        mesh, layout = self._mesh, self.layout
+        if self.plan.replicated:
+            self._reduction = PendingSum(mesh.start_all_reduce(grads), [grads], self._sum_buffer())
+            return
+        if layout.num_slices > 1:
+            grads = self._reduce_to_slice(grads)
+        self._reduction = mesh.reduce_scatter(grads, self._slicing.pieces, self._sum_buffer(), async_op=True)
 
     def _reduce_to_slice(self, grads: torch.Tensor) -> torch.Tensor:
         """FULL -> SLICE for gradients: every weight's is summed over the tensor group, each slice where it belongs."""
-        layout = self.layout
-        mine = layout.slice_offsets(self._tp_rank)
-        slice_grads = torch.zeros(layout.slice_numel(self._tp_rank), dtype=grads.dtype, device=grads.device)
-        for index, param in enumerate(layout.params):
-            weight = grads[layout.full_offsets[index] : layout.full_offsets[index + 1]]
-            summed = self._mesh.reduce_scatter_ranges(weight, param.slice_bounds(layout.num_slices), "tensor")
-            slice_grads[mine[index] : mine[index + 1]].copy_(summed)
+        slice_grads = torch.zeros(self.layout.slice_numel(self._index), dtype=grads.dtype, device=grads.device)
+        pending = [
+            self._mesh.reduce_scatter(weight, self._slicing.slices, slice_grads[low:high], bounds=bounds, async_op=True)
+            for low, high, weight, bounds in self._segments(grads)
+        ]
+        for part in pending:
+            part.wait(self._mesh)
         return slice_grads
 
+    def finish_reduction(self) -> None:
+        """Wait for the reduction under way, if any, and free the whole gradients."""
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            reduction.wait(self._mesh)
+
     def zero_grad(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of a rank that is gone
+            self.finish_reduction()
         self.grad = self._grads = self._whole_sum = None
         for member in self.members:
             member.parameter.grad = None
@@ -332,10 +398,29 @@ class ParamGroup:
             return
         if self.master.data_ptr() != self.shard.data_ptr():
             self.shard.copy_(self.master.data)
-        if self.resting is Level.FULL and self._moves:
-            work = self._mesh.all_gather(self._full, self._piece_axis)
-            if work is not None:
-                work.wait()
+        if self.resting is Level.FULL and self._moves and not self.plan.replicated:
+            self._mesh.all_gather(self._full, self._slicing.pieces)
+
+    def expect_gradients(self) -> None:
+        """Take part in a reduction that other ranks have gradients for, and this one has none."""
+        if not self.has_unreduced:
+            self._whole_sum = torch.zeros_like(self._full, dtype=torch.float32)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether there are gradients of this rank alone, which `reduce_gradients` would sum."""
+        return self._whole_sum is not None or self._reduction is not None
+
+    def take_shown(self) -> None:
+        """Make what the module shows at FULL the weights: the compute shard and, where its bits are new, the master.
+
+        A master in a wider dtype keeps the digits of every element that still rounds to what is shown.
+        """
+        shown = self.cut_shard({member.name: member.parameter.data for member in self.members})
+        if self.master is not None and self.master.data_ptr() != self.shard.data_ptr():
+            changed = _bits(shown.to(self.dtype)) != _bits(self.master.data.to(self.dtype))
+            self.master.data.copy_(torch.where(changed, shown, self.master.data))
+        self.shard.copy_(shown)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -343,53 +428,94 @@ class ParamGroup:
         """Whole tensors by parameter name, in the module's order, of what is sharded as the weights are: masters,
         moments. A collective; the group's own buffers are left alone."""
         layout = self.layout
-        start, stop = self._piece_bounds
-        buffer = shard.new_empty(layout.slice_numel(self._tp_rank))
-        buffer[start:stop].copy_(shard)
+        buffer = shard.new_empty(layout.slice_numel(self._index))
         if layout.num_pieces > 1:
-            self._mesh.all_gather(buffer, self._piece_axis)
+            self._mesh.all_gather(buffer, self._slicing.pieces, piece=shard)
+        else:
+            buffer.copy_(shard)
         if layout.num_slices > 1:
             full = shard.new_empty(layout.full_offsets[-1])
-            for work in self._spread_slices(buffer, full):
-                work.wait()
+            self._mesh.wait(self._spread_slices(buffer, full))
             buffer = full
         views = self._views(buffer, layout.full_offsets, full=True)
         return {member.name: view for member, view in zip(self.members, views, strict=True)}
 
     def cut_shard(self, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This rank's fp32 shard of whole tensors: the inverse of `gather_whole`, and not a collective."""
-        start, stop = self._piece_bounds
-        return self._cut_slice([whole[member.name] for member in self.members], torch.float32)[start:stop].clone()
+        return self._filled(_WholeTensors(whole), *self._piece_bounds, torch.float32)
+
+    def find_stretches(self, name: str) -> list[tuple[int, _Stretch]]:
+        """Which stretches of this rank's shard are of a parameter; none where it holds nothing of it."""
+        return [(at, stretch) for at, stretch in self._stretches(*self._piece_bounds) if stretch.name == name]
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def find_member(self, predicate: Callable[[torch.Tensor], bool]) -> str | None:
         """Name of the first parameter for whose part of this rank's gradient shard ``predicate`` holds."""
-        if self.grad is None:
-            return None
-        start, stop = self._piece_bounds
-        offsets = self.layout.slice_offsets(self._tp_rank)
-        for member, low, high in zip(self.members, offsets[:-1], offsets[1:], strict=True):
-            low, high = max(low, start), min(high, stop)
-            if low < high and predicate(self.grad[low - start : high - start]):
-                return member.name
+        if self.grad is not None:
+            for at, stretch in self._stretches(*self._piece_bounds):
+                if predicate(self.grad[at : at + stretch.numel]):
+                    return stretch.name
         return None
 
     def shard_matches_slice(self) -> bool:
         """Whether this rank's shard has the very bits of its piece of the slice that is held now."""
         if self.layout.num_pieces == 1:
             return True
-        return torch.equal(_bits(self._my_piece), _bits(self.shard))
+        start, stop = self._piece_bounds
+        return torch.equal(_bits(self._slice[start:stop]), _bits(self.shard))
 
     def held_checksum(self) -> int:
         """Checksum of what the rank holds at SLICE or FULL, order included; equal bits give equal sums."""
         if self.level is Level.FULL:
             buffer = self._full[: self.layout.full_offsets[-1]]
         elif self.level is Level.SLICE:
-            buffer = self._slice[: self.layout.slice_offsets(self._tp_rank)[-1]]
+            buffer = self._slice[: self.layout.slice_offsets(self._index)[-1]]
         else:
             raise LevelError(f"{self.name} is at {self.level.name}: there is nothing whole to take a checksum of")
         return checksum(buffer)
+
+
+def reduce_gradients(groups: Sequence[ParamGroup], mesh: ParallelMesh) -> None:
+    """Leave no gradients of one rank alone: sum those that are still whole, as stages 0 and 1 keep them until the step.
+
+    A collective, for the same groups on every rank. A module that ran on some ranks only has gradients there; the
+    others take part with zeros.
+    """
+    groups = [group for group in groups if group.trainable]
+    if not groups:
+        return
+    expected = mesh.reduce_scalars([group.has_unreduced for group in groups], op="max")
+    waiting = [group for group, some in zip(groups, expected, strict=True) if some]
+    for group in waiting:
+        group.expect_gradients()
+    for group, following in zip(waiting, (*waiting[1:], None), strict=False):
+        group.start_reduction()
+        if following is not None:  # under way while this one is waited for
+            following.start_reduction()
+        group.finish_reduction()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Consecutive elements of a shard that come from consecutive rows of one parameter."""
+
+    name: str
+    dim: int  # along which the rows are counted
+    rows: tuple[int, int]
+    skip: int  # elements of the first row, as it lies in memory, that are not part of it
+    numel: int
+
+
+class _WholeTensors:
+    """Whole tensors at hand as a `WeightSource`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return tensor.narrow(dim, start, stop - start) if tensor.dim() else tensor
 
 
 def checksum(buffer: torch.Tensor) -> int:
@@ -401,18 +527,6 @@ def checksum(buffer: torch.Tensor) -> int:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def _axis_major(tensor: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
-    """A module's weight as it lies in memory."""
-    return tensor.transpose(0, 1) if layout.axis == 1 else tensor
-
-
-_module_order = _axis_major  # a transposition undoes itself
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _free(tensor: torch.Tensor) -> None:

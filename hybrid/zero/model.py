@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, get_scheduler
+from torch import nn
+from transformers import PreTrainedModel
 
 from hybrid.config import OptimConfig, ZeroConfig
-from hybrid.models.heads import TokenScores, token_logprobs, token_values
+from hybrid.models.heads import TokenScores, token_logprobs, token_loss, token_values
 from hybrid.models.plans import ModelPlan, whole_plan
 from hybrid.models.ragged import RaggedBatch
+from hybrid.models.recompute import recompute_in_backward
+from hybrid.models.saving import ModelWriter
+from hybrid.models.source import ModuleWeights, WeightSource
 from hybrid.parallel import ParallelMesh
-from hybrid.zero.group import Member, ParamGroup
-from hybrid.zero.level import Level, LevelError
+from hybrid.zero.access import StateAccess
+from hybrid.zero.agreement import Agreement
+from hybrid.zero.group import Member, ParamGroup, reduce_gradients
+from hybrid.zero.level import LevelError
+from hybrid.zero.optimizer import OptimizerFactory, ShardedOptimizer, StepReport
+from hybrid.zero.partition import ROOT, find_layers, plan_groups
 from hybrid.zero.schedule import TrainingSchedule, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one optimizer step did. ``grad_norm`` is the global one, before clipping."""
-
-    grad_norm: float
-    lr: float
 
 
 class ShardedModel:
@@ -37,9 +36,13 @@ class ShardedModel:
     tokens. Without ``optim`` (a reference or reward model) there are no masters, gradients or moments.
 
     Args:
-        module: a causal language model or a sequence classifier with one label, whole, on any device. Its parameters
-            are taken over group by group, and its buffers moved as they are: RoPE tables keep their dtype.
+        module: a causal language model or a sequence classifier with one label. Its parameters are on any device, the
+            meta device included, and are taken over group by group; its buffers are moved as they are, so that RoPE
+            tables keep their dtype.
+        weights: where the parameters' values are read from, by the ranges that this rank holds; by default the module.
         plan: the tensor-parallel layout; without one the model is never sliced.
+        optimizer: makes another torch optimizer than ``optim`` names, from its parameter groups. It must treat each
+            element by itself, since what it is given are flat stretches of weights.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class ShardedModel:
         zero: ZeroConfig,
         optim: OptimConfig | None = None,
         plan: ModelPlan | None = None,
+        weights: WeightSource | None = None,
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
         self.module, self.mesh, self.zero, self.optim_config = module, mesh, zero, optim
         self.plan = plan or whole_plan(module)
@@ -57,19 +62,24 @@ class ShardedModel:
             module.requires_grad_(False)
         module.eval()  # dropout would make the sampled and the trained function differ
         self.weights_version = 0
-        self._total_steps: int | None = None
         self._warn_of_ignored_settings()
-        self.groups, root, layers = self._build_units()
+        self._agreement = Agreement(mesh)
+        self.groups, self.schedule = self._build(weights or ModuleWeights(module))
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
                 owner._buffers[name] = buffer.to(mesh.device)
-        root_modules = {id(m): m for m in (module, module.base_model)}.values()
-        self.schedule = TrainingSchedule(root, list(root_modules), layers, zero.prefetch_groups, zero.stage >= 2)
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.optimizer: ShardedOptimizer | None = None
         if optim is not None:
-            self.optimizer = self._make_optimizer(optim)
+            self.optimizer = ShardedOptimizer(
+                self.groups,
+                mesh,
+                optim,
+                sharded=zero.stage > 0,
+                sub_group_size=zero.sub_group_size,
+                factory=optimizer,
+            )
             self.set_schedule(None)
+        self.state = StateAccess(module, self.groups, mesh, self.schedule, self._agreement, self.optimizer)
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -77,82 +87,59 @@ class ShardedModel:
         zero, default = self.zero, ZeroConfig()
         if zero.keep_slices and (zero.stage < 3 or self.mesh.size("slice") == 1 or self.mesh.tp_size == 1):
             warnings.warn(
-                "keep_slices changes nothing: it needs stage 3, several replicas and tp_size > 1", stacklevel=3
+                "keep_slices changes nothing: it needs stage 3, several replicas and tp_size > 1", stacklevel=4
             )
-        if zero.stage < 3 and zero.persistence_threshold != default.persistence_threshold:
-            warnings.warn(f"persistence_threshold changes nothing at ZeRO stage {zero.stage}", stacklevel=3)
+        if zero.stage < 3:
+            gathering = ("persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+            for name in gathering:
+                if getattr(zero, name) != getattr(default, name):
+                    warnings.warn(f"{name} changes nothing at ZeRO stage {zero.stage}", stacklevel=4)
 
-    def _build_units(self) -> tuple[list[ParamGroup], Unit, list[Unit]]:
-        """Sort the parameters into groups by the unit that owns them, and units into the order of the forward."""
-        layer_classes = set(self.module._no_split_modules or ())
-        layers = [(name, m) for name, m in self.module.named_modules() if type(m).__name__ in layer_classes]
-        if not layers and self.zero.stage == 3:
+    def _build(self, weights: WeightSource) -> tuple[list[ParamGroup], TrainingSchedule]:
+        """Groups out of parameters, units out of groups in the order of the layers, and the hooks around those."""
+        module, mesh, zero = self.module, self.mesh, self.zero
+        layers = find_layers(module)
+        if not layers and zero.stage == 3:
             warnings.warn(
-                f"{type(self.module).__name__} does not say what its layers are (_no_split_modules), so all of it is "
+                f"{type(module).__name__} does not say what its layers are (_no_split_modules), so all of it is "
                 "gathered at once and ZeRO stage 3 saves no memory while it computes",
-                stacklevel=3,
+                stacklevel=4,
             )
-        sorted_members: dict[tuple[Any, ...], list[Member]] = {}
-        for name, parameter in self.module.named_parameters():
-            layout = self.plan.params[name]
-            owner = next((prefix for prefix, _ in layers if name.startswith(f"{prefix}.")), "")
-            persistent = self.zero.stage < 3 or layout.numel <= self.zero.persistence_threshold
-            sliced = not persistent and self.mesh.tp_size > 1 and layout.axis is not None
-            # Weights that rest FULL need not be gathered in time, so the small ones of all layers travel as one.
-            home = "persistent" if persistent and self.zero.stage == 3 else owner
-            key = (home, persistent, sliced, parameter.ndim > 1, parameter.requires_grad, parameter.dtype)
-            member = Member(name, parameter, layout, added_once=name in self.plan.row_biases)
-            sorted_members.setdefault(key, []).append(member)
-        by_home: dict[str, list[ParamGroup]] = {}
-        groups = []
-        for (home, persistent, sliced, decay, *_), members in sorted_members.items():
-            group = ParamGroup(
-                f"{home or 'root'}[{members[0].name}{', ...' if len(members) > 1 else ''}]",
-                members,
-                self.mesh,
-                sliced=sliced,
-                resting=Level.FULL if persistent else Level.SHARD,
-                replicated=self.zero.stage == 0,
-                decay=decay,
-                keep_slices=self.zero.keep_slices,
+        plans = plan_groups(module, self.plan, zero, world_size=mesh.world_size, tp_size=mesh.tp_size)
+        _leave_meta(module)
+        parameters = dict(module.named_parameters())
+        groups = [
+            ParamGroup(
+                plan,
+                [
+                    Member(param.name, parameters[param.name], param, param.name in self.plan.row_biases)
+                    for param in plan.layout.params
+                ],
+                mesh,
+                weights,
+                keep_slices=zero.keep_slices,
+                reduce_dtype=torch.float32 if zero.reduce_dtype == "fp32" else None,
             )
-            by_home.setdefault(home, []).append(group)
-            groups.append(group)
-        root = Unit("root", self.module, by_home.get("", []) + by_home.get("persistent", []))
-        return groups, root, [Unit(name, m, by_home.get(name, [])) for name, m in layers]
-
-    def _make_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
-        decayed = [g.master for g in self.groups if g.master is not None and g.decay]
-        plain = [g.master for g in self.groups if g.master is not None and not g.decay]
-        for master in decayed + plain:
-            if master.dtype != torch.float32:
-                raise TypeError(f"optimizer masters must be float32: {master.dtype=}")
-        return torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=optim.learning_rate,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True,
-        )
+            for plan in plans
+        ]
+        if zero.gradient_checkpointing != "none":
+            for layer in layers.values():
+                recompute_in_backward(layer, zero.gradient_checkpointing)
+        units = {
+            name: Unit(name, owner, [group for group in groups if group.plan.unit == name], self._agreement)
+            for name, owner in {ROOT: module, **layers}.items()
+        }
+        root = units.pop(ROOT)
+        root_modules = {id(m): m for m in (module, module.base_model)}.values()
+        return groups, TrainingSchedule(root, list(root_modules), list(units.values()), zero, self._agreement)
 
     def set_schedule(self, total_steps: int | None) -> None:
         """Set the learning-rate schedule, as far on as there have been steps; names are those of ``get_scheduler``.
 
-        Raises:
-            ValueError: the schedule decays and ``total_steps`` is None.
+        A schedule that decays needs ``total_steps``; without it there is none yet, and `step` insists.
         """
-        if self.optimizer is None or self.optim_config is None:
-            return
-        self._total_steps = total_steps
-        name = self.optim_config.lr_scheduler
-        if total_steps is None and name not in ("constant", "constant_with_warmup"):
-            self.scheduler = None  # set once the number of steps is known; `step` insists
-            return
-        self.scheduler = get_scheduler(name, self.optimizer, self.optim_config.warmup_steps, total_steps)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects the optimizer's step between, which was in another process
-            for _ in range(self.weights_version):
-                self.scheduler.step()
+        if self.optimizer is not None:
+            self.optimizer.set_schedule(total_steps, self.weights_version)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -162,6 +149,16 @@ class ShardedModel:
             scores = token_logprobs(self.module, batch, temperature=temperature)
             self.schedule.watch_root(scores.logprobs, scores.entropy)
         return scores
+
+    def loss(self, batch: RaggedBatch, normalizer: float | None = None) -> torch.Tensor:
+        """Cross-entropy of the scored tokens, a scalar in fp32: their mean, or their sum over ``normalizer``.
+
+        Logits exist in chunks of rows, once: gradients by the hidden states and the head are computed with them.
+        """
+        with self.schedule.root_held():
+            loss = token_loss(self.module, batch, normalizer=normalizer)
+            self.schedule.watch_root(loss)
+        return loss
 
     def values(self, batch: RaggedBatch) -> torch.Tensor:
         """Values (R,) fp32 of the states from which the scored tokens were chosen."""
@@ -181,17 +178,20 @@ class ShardedModel:
             loss: scalar. With ``mean`` gradients are averaged over ranks, as DDP does for a per-rank mean loss. With
                 ``sum`` they are added up: for a loss that each rank has divided by a global count.
         """
-        self._require_optimizer()
+        optimizer = self._require_optimizer()
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction {reduction!r} is unknown; set 'mean' or 'sum'")
+        factor = optimizer.loss_scale.value if optimizer.loss_scale else 1.0
+        if reduction == "mean":
+            factor /= self.mesh.world_size
         try:
             with self.schedule.backward():
-                (loss / self.mesh.world_size if reduction == "mean" else loss).backward()
+                (loss if factor == 1.0 else loss * factor).backward()
         except BaseException:
             self.zero_grad()
             raise
 
-    def _require_optimizer(self) -> torch.optim.Optimizer:
+    def _require_optimizer(self) -> ShardedOptimizer:
         if self.optimizer is None:
             raise ValueError("this model was built without an optimizer (optim=None), so it has no backward or step")
         return self.optimizer
@@ -199,53 +199,33 @@ class ShardedModel:
     def step(self) -> StepReport:
         """Clip by the global norm, step the optimizer on the shards, and refresh what rests FULL.
 
+        In fp16, gradients that overflowed make every rank skip the step, and the report says so.
+
         Raises:
             FloatingPointError: a gradient is not finite; names a parameter, and changes no weight.
+            DivergenceError: another rank is doing something else.
             ValueError: there was no backward since the last step.
         """
         optimizer = self._require_optimizer()
-        if self.scheduler is None or self.optim_config is None:
-            name = self.optim_config.lr_scheduler if self.optim_config else None
-            raise ValueError(f"lr_scheduler {name!r} needs the number of steps; call set_schedule(total_steps) first")
-        for group in self.groups:
-            group.reduce_gradients()
-        trained = [group for group in self.groups if group.grad is not None and group.master is not None]
-        if not trained:
-            raise ValueError("step() without a backward() since the last one has nothing to apply")
-        norm = self._clip(trained, self.optim_config.max_grad_norm)
-        for group in trained:
-            group.master.grad = group.grad  # pyright: ignore[reportOptionalMemberAccess]
-        lr = float(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        self.scheduler.step()
-        for group in self.groups:
-            group.write_back()
-        self.zero_grad()
-        self.weights_version += 1
-        self.schedule.weights_epoch += 1
-        return StepReport(grad_norm=norm, lr=lr)
-
-    def _clip(self, groups: Sequence[ParamGroup], max_norm: float) -> float:
-        norms = [
-            torch.linalg.vector_norm(group.grad, dtype=torch.float64) for group in groups if group.grad is not None
-        ]
-        total = [sum(float(norm) ** 2 for norm in norms)]
-        if self.zero.stage > 0:  # at stage 0 every rank has all of them
-            total = self.mesh.reduce_scalars(total)
-        norm = math.sqrt(total[0]) if total[0] >= 0 else math.nan
-        if not math.isfinite(norm):
-            found = (group.find_member(lambda grad: not bool(grad.isfinite().all())) for group in groups)
-            mine = next((name for name in found if name is not None), None)
-            names = [name for name in self.mesh.all_gather_object(mine) if name is not None]
+        self.state.require_given_back("step()")
+        self._agreement.check("a step")
+        optimizer.require_schedule()
+        self.reduce_gradients()
+        try:
+            report = optimizer.step()
+        except FloatingPointError:
             self.zero_grad()
-            raise FloatingPointError(
-                f"the gradient of {names[0] if names else 'a parameter'} is not finite ({norm=}); no weight was changed"
-            )
-        if max_norm > 0 and norm > max_norm:
-            for group in groups:
-                if group.grad is not None:
-                    group.grad.mul_(max_norm / (norm + 1e-6))
-        return norm
+            raise
+        self.zero_grad()
+        if not report.skipped:
+            self.weights_version += 1
+            self.schedule.weights_epoch += 1
+        return report
+
+    def reduce_gradients(self) -> None:
+        """Sum over the ranks the gradients that stages 0 and 1 keep whole until the step; a collective there."""
+        if self.zero.stage < 2:
+            reduce_gradients(self.groups, self.mesh)
 
     def zero_grad(self) -> None:
         """Drop all gradients, and any weights gathered beyond their resting level."""
@@ -272,6 +252,12 @@ class ShardedModel:
                     yield member.name, member.parameter.data
                 group.release()
 
+    def gathered(
+        self, names: str | Sequence[str] | None = None, *, write: bool = False
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """``with model.gathered(names) as tensors``: chosen parameters whole; see `StateAccess.gathered`."""
+        return self.state.gathered(names, write=write)
+
     def optimizer_state(self) -> Iterator[dict[str, torch.Tensor]]:
         """Masters and the optimizer's state, whole, group by group; a collective.
 
@@ -283,7 +269,7 @@ class ShardedModel:
             if group.master is None:
                 continue
             tensors = group.gather_whole(group.master.data)
-            for key, value in self.optimizer.state[group.master].items():
+            for key, value in self.optimizer.state(group).items():
                 if value.shape == group.master.shape:
                     whole = group.gather_whole(value)
                 else:  # the step's count
@@ -300,6 +286,7 @@ class ShardedModel:
         optimizer = self._require_optimizer()
         if self.schedule.generating:
             raise LevelError("weights cannot be loaded in GENERATE mode; flip to TRAIN first")
+        self.state.require_given_back("load_optimizer_state()")
         self.zero_grad()
         keys = sorted({key.partition("#")[2] for key in tensors if "#" in key})
         for group in self.groups:
@@ -314,33 +301,41 @@ class ShardedModel:
                         "resume with the model that was saved"
                     )
             group.master.data.copy_(group.cut_shard(masters))
-            state = optimizer.state[group.master]
             for key in keys:
                 whole = {member.name: tensors[f"{member.name}#{key}"] for member in group.members}
                 first = whole[group.members[0].name]
                 is_moment = first.shape == group.members[0].layout.shape
-                # A fused optimizer wants the step's count in fp32 on the parameter's device.
-                state[key] = group.cut_shard(whole) if is_moment else first.to(group.master.device, torch.float32)
+                optimizer.set_state(group, key, group.cut_shard(whole) if is_moment else first)
             group.write_back()
         self.weights_version = weights_version
         self.schedule.weights_epoch += 1
-        if self.scheduler is not None:
-            self.set_schedule(self._total_steps)
+        if optimizer.scheduler is not None:
+            self.set_schedule(optimizer.total_steps)
 
-    def save_pretrained(self, directory: str | Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face model directory; every rank calls this, the first one writes."""
-        state: dict[str, torch.Tensor] = {}
-        for name, weight in self.full_parameters():
-            if self.mesh.is_main:
-                state[name] = weight.detach().to("cpu", copy=True).contiguous()
-        if self.mesh.is_main:
-            for name, buffer in self.module.state_dict().items():
-                if name not in state and isinstance(buffer, torch.Tensor) and buffer.numel():
-                    state[name] = buffer
-            tied = getattr(self.module, "all_tied_weights_keys", None) or {}
-            for name, source in tied.items():
-                state.setdefault(name, state[source])
-            self.module.save_pretrained(directory, state_dict=state)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(directory)
+    def save_pretrained(self, directory: str | Path, tokenizer: Any = None, *, max_shard_bytes: int = 2**30) -> None:
+        """Write a Hugging Face model directory; every rank calls this, the first one writes.
+
+        Weights pass by a group at a time, and the first rank holds those of one file at most.
+        """
+        writer = ModelWriter(directory, self.module, max_shard_bytes=max_shard_bytes) if self.mesh.is_main else None
+        with writer or nullcontext():  # an exception discards what was written so far
+            for name, weight in self.full_parameters():
+                if writer is not None:
+                    writer.add(name, weight)
+        if self.mesh.is_main and tokenizer is not None:
+            tokenizer.save_pretrained(directory)
         self.mesh.barrier()
+
+
+def _leave_meta(module: nn.Module) -> None:
+    """Replace parameters on the meta device, whose data cannot be set, by empty ones; tied ones stay one."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(
+                    torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                )
+            owner._parameters[name] = replaced[parameter]

@@ -272,12 +272,15 @@ def test_a_failed_flip_rolls_back_and_names_the_parameter(tmp_path):
     run_world(flip_that_fails, 2, tmp_path)
 
 
-def test_more_tensor_ranks_than_kv_heads_are_refused(tmp_path):
-    run_world(too_many_ranks, 4, tmp_path)
+def test_heads_that_tensor_ranks_share_do_not_move_at_a_flip(tmp_path):
+    run_world(four_ranks_share_three_heads, 4, tmp_path)
 
 
-def too_many_ranks():
-    with pytest.raises(
-        ValueError, match="tp_size 4 is more than the 3 key/value heads of llama; set --tp_size to at most 3"
-    ):
-        make_engine(4)
+def four_ranks_share_three_heads():
+    engine = make_engine(4)
+    with engine.generate_mode():
+        pass
+    engine.verify()
+    moved = [group for group in engine.model.groups if group.flip_bytes]
+    assert all("norm" in member.name for group in moved for member in group.members)
+    assert [flip.bytes_received for flip in engine.flips[:2]] == [sum(group.flip_bytes for group in moved), 0]

@@ -82,7 +82,7 @@ def train_like_the_plain_loop(tp_size, zero, overrides):
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]
 EVERYTHING_MOVES = ZeroConfig(stage=3, persistence_threshold=0)
-SOME_PERSIST = ZeroConfig(stage=3, persistence_threshold=100, keep_slices=True, prefetch_groups=2)
+SOME_PERSIST = ZeroConfig(stage=3, persistence_threshold=100, keep_slices=True, prefetch_bucket_size=40_000)
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), GRIDS)
@@ -111,7 +111,7 @@ def bf16_has_fp32_masters():
     assert optimizer is not None
     for group in model.groups:
         assert group.shard.dtype == torch.bfloat16 and group.master.dtype == torch.float32
-        assert optimizer.state[group.master]["exp_avg"].dtype == torch.float32
+        assert optimizer.torch_optimizer.state[group.master]["exp_avg"].dtype == torch.float32
         torch.testing.assert_close(group.shard, group.master.data.bfloat16())
     assert module.model.rotary_emb.inv_freq.dtype == torch.float32
 

@@ -77,7 +77,7 @@ def test_help_answers_at_once() -> None:
     assert min(times) < 1.0
     assert result.returncode == 0
     assert "torchrun --nproc-per-node 2 recipes/rlhf_step3.py" in result.stdout
-    for flag in ("--actor", "--zero_stage", "--tp_size", "--kl_coef", "--output_dir", "--config"):
+    for flag in ("--actor", "--zero_stage", "--tp_size", "--kl_coef", "--output_dir", "--config", "--deepspeed_config"):
         assert flag in result.stdout
 
 
@@ -86,6 +86,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
     """A directory with good and bad inputs under short names, and the recipe kept from training."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rlhf_step3, "quieten", lambda: None)
+    monkeypatch.setattr(rlhf_step3, "plain_warnings", lambda: None)
+    (tmp_path / "offload.json").write_text('{"zero_optimization": {"offload_param": {"device": "cpu"}}}')
     monkeypatch.setattr(rlhf_step3, "train", lambda settings, inputs: None)
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
@@ -166,6 +168,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tin
         ),
         ("--actor ./tiny --output_dir run --resume_from_checkpoint other/checkpoint-1", "holds a run already (metrics"),
         ("--actor ./tiny --report_to wandbb", "unknown tracker 'wandbb'"),
+        (
+            "--deepspeed_config offload.json",
+            'offload.json: zero_optimization.offload_param.device="cpu": offload is not available yet; set it to none',
+        ),
+        ("--deepspeed_config ds.json", "ds.json: cannot be read: No such file or directory"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -289,6 +296,46 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_llama: Path, tmp_path: P
         assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-5), name
     result = run(*flags, "--total_steps", 4, "--output_dir", resumed, "--resume_from_checkpoint", resumed / "actor")
     assert result.returncode == 2 and "is no complete checkpoint" in result.stderr
+
+
+def test_a_deepspeed_configuration_under_flags_on_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:
+    document = {
+        "train_batch_size": "auto",
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "reduce_bucket_size": 2e8,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}},
+        "gradient_clipping": 0.5,
+        "hybrid_engine": {"enabled": True, "inference_tp_size": 2, "max_out_tokens": 512},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    out = tmp_path / "out"
+    words = f"--deepspeed --deepspeed_config {tmp_path}/ds.json --max_grad_norm 0.7 --max_prompt_length 64"
+    result = run("--actor", tiny_llama, *words.split(), "--total_steps", 1, "--output_dir", out, launcher=TORCHRUN)
+    assert result.returncode == 0, result.stderr
+    check_run(out, 1)
+    notes = [line.partition("ds.json: ")[2] for line in result.stderr.splitlines() if line.startswith("note: ")]
+    assert [note for note in notes if note] == [
+        "hybrid_engine.max_out_tokens=512 has no effect: each request says how long it may get "
+        "(--max_completion_length)",
+        "gradient_clipping gives way to --max_grad_norm: 0.7, not 0.5",
+    ]
+    hidden_size = json.loads((tiny_llama / "config.json").read_text())["hidden_size"]
+    expected = {
+        "zero_stage": 3,
+        "zero_persistence_threshold": 10 * hidden_size,
+        "zero_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "zero_reduce_bucket_size": 200_000_000,
+        "adam_betas": [0.8, 0.9],
+        "max_grad_norm": 0.7,
+        "tp_size": 2,
+        "dtype": "fp32",
+    }
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert {name: config[name] for name in expected} == expected
 
 
 def test_prompts_and_a_reward_function_on_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:

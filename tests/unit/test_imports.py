@@ -17,12 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = (
     {"ops"},
     {"hybrid.config", "hybrid.arguments"},
+    {"hybrid.deepspeed"},
     {"hybrid.layout"},
     {"hybrid.parallel"},
     {"hybrid.monitor"},
     {"hybrid.offload"},
     {"hybrid.models"},
-    {"hybrid.zero", "hybrid.inference"},  # the engine alone knows both
+    {"hybrid.zero", "hybrid.inference"},  # the engine and its memory plan alone know both
+    {"hybrid.memory_plan"},
     {"hybrid.engine"},
     {"hybrid.checkpoint"},
     {"hybrid.data"},
@@ -31,7 +33,7 @@ ROWS = (
     {"recipes", "scripts"},
 )
 RANK = {part: number for number, row in enumerate(ROWS) for part in row}
-TORCHLESS = ("hybrid.config", "hybrid.arguments", "hybrid.layout")
+TORCHLESS = ("hybrid.config", "hybrid.arguments", "hybrid.deepspeed", "hybrid.layout")
 
 
 def module_name(path: Path) -> str:

@@ -31,7 +31,7 @@ def test_conventions_of_hf_argument_parser() -> None:
     assert parse("--kv_blocks auto --kl_target 0.5").ppo.kl_target == 0.5
     assert parse("--kl_target none").ppo.kl_target is None
     assert parse("--adam_betas 0.8 0.9").optim.betas == parse("--adam_betas 0.8,0.9").optim.betas == (0.8, 0.9)
-    for spelling, dtype in {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}.items():
+    for spelling, dtype in {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "float32": "fp32"}.items():
         assert parse(f"--dtype {spelling}").model.dtype == dtype
     assert parse("--report_to wandb tensorboard").run.report_to == ("wandb", "tensorboard")
     assert parse("--report_to none").run.report_to == ()
@@ -68,7 +68,7 @@ def test_deepspeed_chat_spellings() -> None:
         ("--seed one", "--seed=one is not a whole number"),
         ("--learning_rate fast", "--learning_rate=fast is not a number"),
         ("--zero_stage 5", "--zero_stage=5 is not one of 0, 1, 2, 3"),
-        ("--dtype fp16", "--dtype=fp16 is not one of auto, bf16, fp32"),
+        ("--dtype fp8", "--dtype=fp8 is not one of auto, bf16, fp16, fp32"),
         ("--kv_blocks many", "--kv_blocks=many is not a whole number or one of auto"),
         ("--whiten_advantages maybe", "--whiten_advantages=maybe is not true or false"),
         ("--adam_betas 0.9", "--adam_betas takes 2 values, not 1"),

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid.models.attention import ATTENTION_NAME
-from hybrid.models.heads import logit_scale, output_head, score_head, token_logprobs, token_values
+from hybrid.models.heads import logit_scale, output_head, score_head, token_logprobs, token_loss, token_values
 from hybrid.models.ragged import RaggedBatch
 
 _TINY = {
@@ -85,6 +85,38 @@ def test_gradients_match_transformers(family):
         )
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma2", "granite", "cohere", "phi"])
+def test_loss_and_its_gradients_match_transformers(family):
+    """Both a mean, and row weights over a normalizer."""
+    row_weights = torch.linspace(0.5, 2.0, sum(SCORED))
+    module = _make(family)
+    batch = RaggedBatch.from_sequences(SEQUENCES, SCORED)
+    losses = token_loss(module, batch), token_loss(module, batch, row_weights, normalizer=20.0)
+    sum(losses).backward()
+    reference, logprobs, _ = _oracle(module, family)
+    expected = -logprobs.mean(), -(logprobs * row_weights).sum() / 20
+    sum(expected).backward()
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    for (name, parameter), other in zip(module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_loss_is_transformers_loss_from_labels():
+    sequence = [5, 6, 7, 8, 9, 10, 11, 12]
+    ids = torch.tensor([sequence])
+    expected = _make("llama", attention="eager")(ids, labels=ids).loss
+    loss = token_loss(_make("llama").bfloat16(), RaggedBatch.from_sequences([sequence]))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=3e-2, atol=3e-2)
+    loss = token_loss(_make("llama"), RaggedBatch.from_sequences([sequence]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_normalizer_of_nothing():
+    with pytest.raises(ValueError, match="normalizer is 0"):
+        token_loss(_make("llama"), RaggedBatch.from_sequences(SEQUENCES), normalizer=0.0)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2", "gpt_neox"])
 def test_values_are_the_score_of_the_row_before_each_token(family):
     module = _make(family, AutoModelForSequenceClassification, num_labels=1)
@@ -116,9 +148,13 @@ def test_a_batch_of_nothing_reaches_every_parameter(family):
     actor = _make(family)
     scores = token_logprobs(actor, empty)
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    learner = _make(family)
+    loss = token_loss(learner, empty)
+    loss.backward()
+    assert loss == 0
     critic = _make(family, AutoModelForSequenceClassification, num_labels=1)
     token_values(critic, empty).sum().backward()
-    for module in (actor, critic):
+    for module in (actor, learner, critic):
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None and not parameter.grad.any(), name
 

@@ -161,8 +161,8 @@ def test_dtypes() -> None:
     assert resolve_dtype("bf16") is torch.bfloat16
     assert resolve_dtype(torch.float16) is torch.float16
     assert resolve_dtype("auto", "cpu") in (torch.bfloat16, torch.float32)
-    with pytest.raises(ValueError, match="choose auto, bf16 or fp32"):
-        resolve_dtype("fp16")  # pyright: ignore
+    with pytest.raises(ValueError, match="choose auto, bf16, fp16 or fp32"):
+        resolve_dtype("int8")  # pyright: ignore
 
 
 def _convert_slowly(cache: str, record: str) -> None:

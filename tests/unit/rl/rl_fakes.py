@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hybrid.models.ragged import RaggedBatch
+from hybrid.zero.optimizer import StepReport
 from ops.logprob import linear_logprob_entropy
 
 EOS = 2
@@ -118,7 +119,7 @@ class FakeModel:
         loss.backward()
         self.mesh.all_gather_object(None)  # as a sharded model's backward would: every rank must come
 
-    def step(self) -> SimpleNamespace:
+    def step(self) -> StepReport:
         parameters = [self.embedding, self.head]
         self.gradient = torch.cat([self.mesh.all_reduce(p.grad).flatten() for p in parameters])
         with torch.no_grad():
@@ -126,7 +127,7 @@ class FakeModel:
                 parameter -= self.lr * parameter.grad
                 parameter.grad = None
         self.weights_version += 1
-        return SimpleNamespace(grad_norm=float(self.gradient.norm()), lr=self.lr)
+        return StepReport(grad_norm=float(self.gradient.norm()), lr=self.lr)
 
     def set_schedule(self, total_steps: int | None) -> None:
         self.total_steps = total_steps

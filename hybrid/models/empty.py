@@ -1,0 +1,92 @@
+"""A Hugging Face module as from_pretrained returns it, but for its parameters, which take no memory."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from hybrid.models.attention import ATTENTION_NAME
+from hybrid.models.matching import Match
+from hybrid.models.source import SafetensorsWeights
+
+
+def empty_module(
+    auto_class: Any,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    source: str,
+    where: Mapping[str, Any],
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A module in evaluation mode with its parameters on meta, tied where the family ties them, and its buffers real.
+
+    Args:
+        source, where: the directory or Hub id that the generation settings are read from, and how.
+        overrides: settings that the configuration gets; it is copied.
+    """
+    module = _build(auto_class, config, dtype, overrides)
+    module.config.name_or_path = source
+    if dtype != torch.float32:
+        # Some families' tables of positions come out coarse when they are computed in bf16; from_pretrained computes
+        # them in fp32 whatever the weights are, and then casts.
+        exact = dict(_build(auto_class, config, torch.float32, overrides).named_buffers())
+        for name, buffer in list(module.named_buffers()):
+            buffer.copy_(exact[name])
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        data = parameter.to(_loaded_dtype(module, name, parameter, dtype))
+        _set(module, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
+    module.tie_weights()  # under init_empty_weights a tied parameter becomes two
+    if module.can_generate():
+        module.generation_config = _generation_config(source, where)
+    return module.eval()
+
+
+def _build(
+    auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, overrides: Mapping[str, Any]
+) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    with init_empty_weights(include_buffers=False):
+        return auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+
+
+def fill_buffers(module: PreTrainedModel, match: Match, weights: SafetensorsWeights, dtype: torch.dtype) -> None:
+    """Load the buffers that the checkpoint holds; the others keep what they were built with."""
+    for name, buffer in list(module.named_buffers()):
+        stored = match.sources.get(name)
+        if stored is not None:
+            loaded = weights.read(name, 0, 0, stored.shape[0] if stored.shape else 1)
+            _set(module, name, loaded.to(_loaded_dtype(module, name, buffer, dtype)))
+    # As from_pretrained leaves them, for save_pretrained; plain nn.Module types an attribute as a tensor or a module.
+    cast("Any", module)._weight_conversions = list(match.conversions)
+
+
+def _generation_config(source: str, where: Mapping[str, Any]) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source, **where)
+    except OSError:  # older checkpoints have its settings in config.json
+        return GenerationConfig.from_pretrained(
+            source, config_file_name="config.json", _from_model_config=True, **where
+        )
+
+
+def _loaded_dtype(module: PreTrainedModel, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that from_pretrained gives a loaded weight: a family may keep some in fp32."""
+    for pattern, kept in module._get_dtype_plan(dtype).items():
+        if re.search(pattern.replace("*", ".*"), name):
+            return kept
+    return tensor.dtype
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, tensor)
