@@ -60,8 +60,12 @@ def save_checkpoint(
             record["models"][role]["loss_scale"] = model.optimizer.loss_scale.state_dict()
     if mesh.is_main:
         (partial / _STATE_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        shutil.rmtree(directory, ignore_errors=True)
+        replaced = directory.with_name(directory.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if directory.exists():  # moved aside first: at no time is there neither
+            directory.rename(replaced)
         partial.rename(directory)
+        shutil.rmtree(replaced, ignore_errors=True)
     mesh.barrier()
 
 

@@ -36,6 +36,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 # A rank that has waited this long for others says where, so that they find out if they wait for one another.
 _PATIENCE_S = 5.0
+_ROUNDS = 3  # in as many looks all of them must have been waiting in the same places
 _WAITING = "hybrid/waiting"
 
 # How long a rank that lost a peer waits before it prints, so that the log opens with the rank that failed first.
@@ -94,6 +95,8 @@ class ParallelMesh:
         self.device = torch.device("cuda", local_rank) if uses_cuda() else torch.device("cpu")
         self.bytes_received = 0
         self.position = "the start"  # what this rank is about to do with the others, for `wait` to compare
+        self.parted = False  # ranks wait for different collectives, which will never end
+        self._num_models = 0
         self._groups: dict[Axis, _Group] = {}
         self._add_axis("world", [list(range(world_size))])
         self._add_axis("tensor", [[d * tp_size + t for t in range(tp_size)] for d in range(self.dp_size)])
@@ -135,6 +138,11 @@ class ParallelMesh:
             self._add_axis(f"slice/{num_slices}", pieces),
             self._add_axis(f"tensor/{num_slices}", slices),
         )
+
+    def count_model(self) -> int:
+        """A number for a model that is laid out over this mesh, the same on every rank."""
+        self._num_models += 1
+        return self._num_models
 
     def size(self, axis: Axis) -> int:
         return self._groups[axis].size
@@ -252,34 +260,48 @@ class ParallelMesh:
         if self.world_size == 1:
             return [value]
         # A gloo group moves it without waiting for the device; one of NCCL alone cannot.
-        device = "cpu" if "gloo" in str(dist.get_backend_config()) else self.device
+        on_host = "gloo" in str(dist.get_backend_config())
+        device = "cpu" if on_host else self.device
         values = torch.empty(self.world_size, dtype=torch.int64, device=device)
-        self.wait(_works(_all_gather_single(values, torch.tensor([value], device=device), async_op=True)))
+        work = _all_gather_single(values, torch.tensor([value], device=device), async_op=True)
+        self.wait(_works(work), on_host=on_host)
         return values.tolist()
 
-    def wait(self, works: Iterable[dist.Work]) -> None:
+    def wait(self, works: Iterable[dist.Work], *, on_host: bool | None = None) -> None:
         """Wait for collectives, and find out where ranks wait for one another's different ones.
 
-        A rank whose host has waited for a while says where; once all have, in different places, none can go on.
+        A rank whose host has waited for a while says where; once all have for longer, in different places, none can go
+        on.
+
+        Args:
+            on_host: whether waiting blocks the host; by default where the mesh's device is the CPU.
 
         Raises:
             DivergenceError: so it is; the message says where each rank is.
         """
-        slow = False
-        for work in works:
-            seen: list[str] | None = None
-            while not _done_within(work, _PATIENCE_S if self.device.type == "cpu" else None):
-                slow = True
-                places = self._compare_positions()
-                if places is not None and len(set(places)) > 1 and places == seen:
-                    said = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
-                    raise DivergenceError(
-                        f"ranks have parted and wait for one another: {said}. Every rank must run the same modules in "
-                        "the same order and call forward, backward and step equally often"
-                    )
-                seen = places
-        if slow:
-            _store().set(f"{_WAITING}/{self.rank}", "")
+        patience = _PATIENCE_S if (self.device.type == "cpu" if on_host is None else on_host) else None
+        told = False
+        try:
+            for work in works:
+                seen: list[list[str] | None] = []
+                while not _done_within(work, patience):
+                    told = True
+                    seen = [*seen, self._compare_positions()][-_ROUNDS:]
+                    self._raise_if_parted(seen)
+        finally:
+            if told and not self.parted:  # else the others have yet to read it
+                _store().set(f"{_WAITING}/{self.rank}", "")
+
+    def _raise_if_parted(self, seen: Sequence[list[str] | None]) -> None:
+        places = seen[-1]
+        if places is None or len(set(places)) == 1 or len(seen) < _ROUNDS or any(other != places for other in seen):
+            return
+        self.parted = True
+        said = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
+        raise DivergenceError(
+            f"ranks have parted and wait for one another: {said}. Every rank must run the same modules in the same "
+            "order and call forward, backward and step equally often"
+        )
 
     def _compare_positions(self) -> list[str] | None:
         """Where all ranks are waiting; None while one of them is not."""
@@ -367,9 +389,9 @@ def _done_within(work: dist.Work, seconds: float | None) -> bool:
     try:
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError:
-        if work.is_completed():  # it failed
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # it has ended since, or failed, and raises why
     return True
 
 

@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = init_parallel(keep_freed_memory=options.engine == "hybrid" or options.tune_peers)
     model = resolve_model(options.model)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    before = mesh.memory_in_use()
     step = ENGINES[options.engine](options, model, mesh)
+    loading = mesh.peak_memory() - before
     losses, seconds = [], []
     for index in range(options.steps):
         ids = random_tokens(options, vocab_size, index * 100 + mesh.rank).to(mesh.device)
@@ -86,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "torch": torch.__version__,
             "losses": losses,
             "tokens_per_s": round(tokens / statistics.median(seconds), 1),
+            "loading_peak_gb": round(loading / 1e9, 3),  # on rank 0, beyond what was held before
             "peak_rss_gb": round(peak / 1e9, 3),  # on a GPU, what torch had allocated there
             "step_s": [round(second, 3) for second in seconds],
         }

@@ -212,12 +212,12 @@ class ParamGroup:
             return
         if self.layout.num_slices == 1:
             if self.level is Level.SHARD:
-                self._works += self._fill_slice(async_op=True)
+                self._works += self._fill_slice()
         else:
             if self.level is Level.SHARD:
-                self._fill_slice(async_op=False)
+                self._mesh.wait(self._fill_slice())
             _allocate(self._full)
-            self._works += self._spread_slices(self._slice, self._full)
+            self._spread_slices(self._slice, self._full, self._works)
         check_move(self.name, self.level, Level.INFLIGHT)
         self.level = Level.INFLIGHT
 
@@ -229,21 +229,19 @@ class ParamGroup:
             self._works.clear()
             self._settle(Level.FULL, self._full_views)
 
-    def _fill_slice(self, async_op: bool) -> list[dist.Work]:
-        """SHARD -> SLICE: the pieces of the slice land in its buffer."""
+    def _fill_slice(self) -> list[dist.Work]:
+        """SHARD -> SLICE: the pieces of the slice are on their way into its buffer."""
         if self.layout.num_pieces == 1:
             return []
         _allocate(self._slice)
-        return self._mesh.all_gather(self._slice, self._slicing.pieces, piece=self.shard, async_op=async_op)
+        return self._mesh.all_gather(self._slice, self._slicing.pieces, piece=self.shard, async_op=True)
 
-    def _spread_slices(self, slice_: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """SLICE -> FULL: the slices of every weight land in its contiguous range of the full buffer."""
-        works: list[dist.Work] = []
+    def _spread_slices(self, slice_: torch.Tensor, full: torch.Tensor, works: list[dist.Work]) -> None:
+        """SLICE -> FULL: the slices of every weight are on their way into its contiguous range of the full buffer."""
         for low, high, weight, bounds in self._segments(full):
             works += self._mesh.all_gather(
                 weight, self._slicing.slices, piece=slice_[low:high], bounds=bounds, async_op=True
             )
-        return works
 
     def _segments(self, full: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor, list[int]]]:
         """For each segment of each weight: where ours lies in the slice, all of it in the full buffer, and where the
@@ -273,6 +271,8 @@ class ParamGroup:
 
     def abandon(self) -> None:
         """`rest` after a failure: what is under way is waited for, since it writes into our memory, and forgotten."""
+        if self._mesh.parted and self._works:
+            return  # it will never end, and the memory stays its
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()
@@ -290,7 +290,7 @@ class ParamGroup:
                 self.wait_full()
         elif self.level is not Level.SLICE:
             self.rest()
-            self._fill_slice(async_op=False)
+            self._mesh.wait(self._fill_slice())
         self._settle(Level.SLICE, self._slice_views())
 
     @property
@@ -386,8 +386,10 @@ class ParamGroup:
             reduction.wait(self._mesh)
 
     def zero_grad(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of a rank that is gone
-            self.finish_reduction()
+        if not self._mesh.parted:
+            with contextlib.suppress(RuntimeError):  # of a rank that is gone
+                self.finish_reduction()
+        self._reduction = None
         self.grad = self._grads = self._whole_sum = None
         for member in self.members:
             member.parameter.grad = None
@@ -399,7 +401,7 @@ class ParamGroup:
         if self.master.data_ptr() != self.shard.data_ptr():
             self.shard.copy_(self.master.data)
         if self.resting is Level.FULL and self._moves and not self.plan.replicated:
-            self._mesh.all_gather(self._full, self._slicing.pieces)
+            self._mesh.wait(self._mesh.all_gather(self._full, self._slicing.pieces, async_op=True))
 
     def expect_gradients(self) -> None:
         """Take part in a reduction that other ranks have gradients for, and this one has none."""
@@ -430,12 +432,14 @@ class ParamGroup:
         layout = self.layout
         buffer = shard.new_empty(layout.slice_numel(self._index))
         if layout.num_pieces > 1:
-            self._mesh.all_gather(buffer, self._slicing.pieces, piece=shard)
+            self._mesh.wait(self._mesh.all_gather(buffer, self._slicing.pieces, piece=shard, async_op=True))
         else:
             buffer.copy_(shard)
         if layout.num_slices > 1:
             full = shard.new_empty(layout.full_offsets[-1])
-            self._mesh.wait(self._spread_slices(buffer, full))
+            works: list[dist.Work] = []
+            self._spread_slices(buffer, full, works)
+            self._mesh.wait(works)
             buffer = full
         views = self._views(buffer, layout.full_offsets, full=True)
         return {member.name: view for member, view in zip(self.members, views, strict=True)}

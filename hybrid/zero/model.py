@@ -63,7 +63,8 @@ class ShardedModel:
         module.eval()  # dropout would make the sampled and the trained function differ
         self.weights_version = 0
         self._warn_of_ignored_settings()
-        self._agreement = Agreement(mesh)
+        self._agreement = Agreement(mesh, type(module).__name__)
+        self._agreement.on_divergence = self.zero_grad
         self.groups, self.schedule = self._build(weights or ModuleWeights(module))
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -194,6 +195,11 @@ class ShardedModel:
     def _require_optimizer(self) -> ShardedOptimizer:
         if self.optimizer is None:
             raise ValueError("this model was built without an optimizer (optim=None), so it has no backward or step")
+        if self.optimizer.applying:
+            raise RuntimeError(
+                "a step was interrupted when some weights had changed and others had not; load a checkpoint, or build "
+                "the model anew"
+            )
         return self.optimizer
 
     def step(self) -> StepReport:
@@ -213,10 +219,8 @@ class ShardedModel:
         self.reduce_gradients()
         try:
             report = optimizer.step()
-        except FloatingPointError:
+        finally:
             self.zero_grad()
-            raise
-        self.zero_grad()
         if not report.skipped:
             self.weights_version += 1
             self.schedule.weights_epoch += 1
@@ -283,12 +287,18 @@ class ShardedModel:
         Raises:
             ValueError: a tensor has another shape than the parameter.
         """
-        optimizer = self._require_optimizer()
         if self.schedule.generating:
             raise LevelError("weights cannot be loaded in GENERATE mode; flip to TRAIN first")
+        if self.optimizer is not None:
+            self.optimizer.applying = False  # all of what an interrupted step left is replaced
+        optimizer = self._require_optimizer()
         self.state.require_given_back("load_optimizer_state()")
         self.zero_grad()
-        keys = sorted({key.partition("#")[2] for key in tensors if "#" in key})
+        found: dict[str, list[str]] = {}
+        for name in tensors:
+            parameter, separator, key = name.partition("#")
+            if separator:
+                found.setdefault(parameter, []).append(key)
         for group in self.groups:
             if group.master is None:
                 continue
@@ -301,7 +311,9 @@ class ShardedModel:
                         "resume with the model that was saved"
                     )
             group.master.data.copy_(group.cut_shard(masters))
-            for key in keys:
+            optimizer.clear_state(group)
+            # None where it was saved before the group had had a gradient.
+            for key in sorted({key for member in group.members for key in found.get(member.name, ())}):
                 whole = {member.name: tensors[f"{member.name}#{key}"] for member in group.members}
                 first = whole[group.members[0].name]
                 is_moment = first.shape == group.members[0].layout.shape

@@ -81,6 +81,7 @@ class ShardedOptimizer:
         self.loss_scale = LossScale(config) if any(group.dtype == torch.float16 for group in self.groups) else None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.total_steps: int | None = None
+        self.applying = False  # some masters may have been stepped and others not
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         decayed = [_master(group) for group in self.groups if group.plan.decay]
@@ -145,6 +146,7 @@ class ShardedOptimizer:
 
     def _apply(self, trained: Sequence[ParamGroup], factor: float) -> None:
         """Step the masters, a sub-group at a time, each one's gradients freed right after."""
+        self.applying = True
         for sub_group in self._sub_groups(trained):
             for group in sub_group:
                 if factor != 1.0 and group.grad is not None:
@@ -153,9 +155,10 @@ class ShardedOptimizer:
             self.torch_optimizer.step()
             for group in sub_group:
                 _master(group).grad = group.grad = None
-        _refuse_unless_elementwise(self.torch_optimizer)
         for group in self.groups:
             group.write_back()
+        self.applying = False
+        _refuse_unless_elementwise(self.torch_optimizer)
 
     def _sub_groups(self, trained: Sequence[ParamGroup]) -> list[list[ParamGroup]]:
         sub_groups: list[list[ParamGroup]] = []
@@ -194,9 +197,13 @@ class ShardedOptimizer:
         return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
     def set_state(self, group: ParamGroup, key: str, value: torch.Tensor) -> None:
-        """Set one entry of a group's state: this rank's shard of it, or the step's count."""
+        """Set one entry of a group's state: this rank's shard of it, or the step's count. The value is copied."""
         # A fused optimizer wants the step's count in fp32 on the parameter's device.
-        self.torch_optimizer.state[_master(group)][key] = value.to(_master(group).device, torch.float32)
+        self.torch_optimizer.state[_master(group)][key] = value.to(_master(group).device, torch.float32, copy=True)
+
+    def clear_state(self, group: ParamGroup) -> None:
+        """Forget a group's state; the next step begins it anew."""
+        self.torch_optimizer.state[_master(group)].clear()
 
 
 def _master(group: ParamGroup) -> torch.nn.Parameter:

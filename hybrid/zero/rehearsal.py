@@ -232,7 +232,8 @@ def rehearse_training(
     groups = [_CountedGroup(size, zero, world_size, ledger) for size in sizes]
     layers = {name: _Scale() for name in layer_names}
     model = _Scale(list(layers.values()))
-    agreement = Agreement(ParallelMesh(rank=0, world_size=1, tp_size=1, local_rank=0, local_size=1))
+    alone = ParallelMesh(rank=0, world_size=1, tp_size=1, local_rank=0, local_size=1)
+    agreement = Agreement(alone, "the rehearsal")
     units = {
         name: Unit(name, owner, [cast("ParamGroup", g) for g in groups if g.plan.unit == name], agreement)
         for name, owner in {ROOT: model, **layers}.items()

@@ -7,6 +7,7 @@ The root (embedding, head) is used at both ends of a pass, so it stays FULL from
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,8 @@ class TrainingSchedule:
         self._order = list(layers)  # as they ran in the last forward
         self._running: list[Unit] = []  # as they have run in the forward under way
         self._in_backward = False
-        self._depth = 0  # forwards and holds that are using the root now
+        self._holds = 0  # blocks of `root_held`
+        self._entered: list[nn.Module] = []  # root modules whose forward is under way
         self._graph_alive = False  # a forward has built a graph, so a backward will want the root soon
         self._reducing: deque[tuple[int, Sequence[ParamGroup]]] = deque()  # elements under way, oldest first
         for module in root_modules:
@@ -116,37 +118,39 @@ class TrainingSchedule:
     @contextmanager
     def root_held(self) -> Iterator[None]:
         """Keep the root FULL beyond the end of a forward, for a head that is applied from outside."""
+        if not self._holds:
+            self._entered.clear()  # left over from a forward that was interrupted, after which no hook runs
         self._hold_root()
+        self._holds += 1
         try:
             yield
         finally:
+            self._holds = max(0, self._holds - 1)  # an interrupted backward or step has reset it
             self._let_go_root()
 
     def watch_root(self, *outputs: Any) -> None:
         """Tell the schedule of outputs that were computed with the root's weights outside a hooked forward."""
         self._watch(self._root, outputs)
 
-    @property
-    def computing(self) -> bool:
-        """Whether a forward or a backward is under way, or the root is held."""
-        return self._depth > 0 or self._in_backward
-
     def require_training(self) -> None:
         if self.generating:
             raise LevelError("training's forwards and weights are not to be had in GENERATE mode; flip to TRAIN first")
 
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or a backward is under way, or the root is held."""
+        return bool(self._holds or self._entered or self._in_backward)
+
     def _hold_root(self) -> None:
         self.require_training()
-        if self._depth == 0:
+        if not (self._holds or self._entered):
             self._running.clear()
             if self._zero.stage == 3:
                 self._agreement.check("a forward")
-        self._depth += 1
         self._root.wait_full()
 
     def _let_go_root(self) -> None:
-        self._depth = max(0, self._depth - 1)  # an interrupted backward or step has reset it
-        if self._depth == 0:
+        if not (self._holds or self._entered):
             if len(self._running) == len(self._layers):
                 self._order = list(self._running)
             if not self._graph_alive:
@@ -155,12 +159,16 @@ class TrainingSchedule:
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         if self.generating:
             self._check_generating(self._root)
-        else:
-            self._hold_root()
+            return
+        if module in self._entered:  # its last forward was interrupted
+            del self._entered[self._entered.index(module) :]
+        self._hold_root()
+        self._entered.append(module)
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.generating:
+        if not self.generating and module in self._entered:
             self._watch(self._root, output)
+            del self._entered[self._entered.index(module) :]
             self._let_go_root()
 
     # -- layers --------------------------------------------------------------------------------------------------
@@ -176,6 +184,12 @@ class TrainingSchedule:
             return self._order[::step]
         at = self._order.index(unit) if unit in self._order else -1
         return [] if at < 0 else self._order[at + 1 :] if step > 0 else self._order[:at][::-1]
+
+    def _elements_after(self, unit: Unit, step: int) -> float:
+        """Elements of the layers that will run after this one; infinitely many where that is not known."""
+        if unit is not self._root and unit not in self._order:
+            return math.inf
+        return sum(other.numel for other in self._following(unit, step))
 
     def _climb(self, unit: Unit, step: int) -> None:
         """Bring a unit to FULL, and start on those that come next as far as the settings allow."""
@@ -200,7 +214,7 @@ class TrainingSchedule:
         while candidates and self.live_numel + unit.numel_to_gather > self._zero.max_live_parameters:
             candidates.pop().release()
 
-    def _release(self, unit: Unit, elements_until_reuse: int) -> None:
+    def _release(self, unit: Unit, elements_until_reuse: float) -> None:
         keeps = unit is not self._root and elements_until_reuse <= self._zero.max_reuse_distance
         if not keeps or self.live_numel > self._zero.max_live_parameters:
             unit.release()
@@ -233,7 +247,7 @@ class TrainingSchedule:
             if self.generating or unit.in_backward:
                 return
             self._watch(unit, output)
-            after = sum(other.numel for other in self._following(unit, +1))
+            after = self._elements_after(unit, +1)
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(output)):
                 until_reuse = 2 * after  # the later layers' forward and backward
             else:
@@ -281,13 +295,16 @@ class TrainingSchedule:
 
     def _finish_unit(self, unit: Unit) -> None:
         unit.in_backward = False
-        reduced = sum(group.end_backward(self._zero.stage >= 2) for group in unit.groups)
+        reduced = 0
+        for group in unit.groups:
+            numel = group.end_backward(self._zero.stage >= 2)
+            if numel:
+                self._agreement.record(f"reduces {group.name}")
+            reduced += numel
         if reduced:
-            self._agreement.record(f"reduces {unit.name}")
             self._reducing.append((reduced, unit.groups))
-            keep = 1 if self._zero.overlap_comm else 0
-            self._wait_reductions(keep)
-        self._release(unit, 2 * sum(other.numel for other in self._following(unit, -1)))
+            self._wait_reductions(1 if self._zero.overlap_comm else 0)
+        self._release(unit, 2 * self._elements_after(unit, -1))
 
     def _wait_reductions(self, keep: int) -> None:
         """Finish reductions, oldest first, down to the bucket's size, but not the newest ``keep``."""
@@ -298,7 +315,8 @@ class TrainingSchedule:
 
     def forget(self) -> None:
         """Forwards and backwards so far are over, however they ended."""
-        self._graph_alive, self._depth = False, 0
+        self._graph_alive, self._holds = False, 0
+        self._entered.clear()
         self._reducing.clear()
         for unit in (*self._layers, self._root):
             unit.in_backward = False
