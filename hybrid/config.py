@@ -118,7 +118,7 @@ class ZeroConfig:
         100_000, "parameters of at most this many elements are kept whole", flag="zero_persistence_threshold"
     )
     prefetch_bucket_size: int = setting(
-        10_000_000,
+        5_000_000,
         "elements that may be gathered ahead of use, the next layer in any case; 0: gather in time only",
         flag="zero_prefetch_bucket_size",
     )
@@ -133,7 +133,7 @@ class ZeroConfig:
         flag="zero_max_reuse_distance",
     )
     reduce_bucket_size: int = setting(
-        10_000_000,
+        5_000_000,
         "elements of gradients that may wait for their reduction, the newest layer's in any case",
         flag="zero_reduce_bucket_size",
     )

@@ -22,6 +22,7 @@ _CHUNK_ELEMENTS_CPU = 2**24
 _CHUNK_ELEMENTS_GPU = 2**27
 # Rows of the weight whose gradient is rounded to bf16 before it is added: few enough to stay in a CPU's cache.
 _WEIGHT_ROWS_CPU = 1024
+_STRETCH = 2**20  # elements of a gradient that are scaled at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,24 @@ class _Gradients:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
 
 
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``gradient * factor`` in ``dtype``, in the memory of ``gradient``.
+
+    The factor is applied in fp32: in bf16 its own rounding would bias every element alike. A gradient that is wider
+    than ``dtype`` is narrowed where it lies, a stretch at a time and never beyond what has been read, since this is
+    when activations take the most memory.
+    """
+    if gradient.dtype == dtype == _wide(dtype):
+        return gradient.mul_(factor)
+    if gradient.dtype == dtype:
+        return gradient.to(_wide(dtype)).mul_(factor).to(dtype)
+    flat = gradient.view(-1)
+    narrow = flat.view(dtype)
+    for stretch in _chunks(flat.numel(), _STRETCH):
+        narrow[stretch] = (flat[stretch] * factor).to(dtype)
+    return narrow[: flat.numel()].view(gradient.shape)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, row_weights, factor, scale, softcap, chunk_rows, grad_enabled):
@@ -103,8 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         factor = grad_loss * ctx.factor
         scaled = [
-            # The factor is applied in fp32: in bf16 its own rounding would bias every element alike.
-            None if gradient is None else gradient.to(_wide(dtype)).mul_(factor).to(dtype)
+            None if gradient is None else _scaled(gradient, factor, dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (*scaled, *(None,) * 7)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,8 +118,22 @@ def resolve_model(name: str) -> ResolvedModel:
 
 def skeleton(resolved: ResolvedModel) -> PreTrainedModel:
     """The causal language model without storage, to check what depends on its shape before any weight is read."""
-    with torch.device("meta"):
+    with _own_attention_named(resolved), torch.device("meta"):
         return AutoModelForCausalLM.from_config(resolved.config, attn_implementation=ATTENTION_NAME)
+
+
+@contextmanager
+def _own_attention_named(resolved: ResolvedModel) -> Iterator[None]:
+    """Name a family that looks its attention classes up in a table of its own, which raises a bare KeyError."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise ValueError(
+            f"model {resolved.name!r}: {resolved.config.model_type} has attention classes of its own and does not use "
+            "transformers' attention interface, so it can neither be trained nor generate here; choose another family"
+        ) from error
 
 
 def load_causal_lm(resolved: ResolvedModel, dtype: torch.dtype | DType = "auto") -> PreTrainedModel:
@@ -221,14 +237,15 @@ def _load(
 ) -> tuple[PreTrainedModel, list[str]]:
     """The module and the names of its parameters outside of the body that the checkpoint did not hold."""
     try:
-        model, info = auto_class.from_pretrained(
-            resolved.source,
-            dtype=resolve_dtype(dtype),
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=resolved.local_files_only,
-            output_loading_info=True,
-            **overrides,
-        )
+        with _own_attention_named(resolved):
+            model, info = auto_class.from_pretrained(
+                resolved.source,
+                dtype=resolve_dtype(dtype),
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=resolved.local_files_only,
+                output_loading_info=True,
+                **overrides,
+            )
     except OSError as error:
         raise ValueError(f"model {resolved.name!r} could not be loaded: {_first_line(error)}") from error
     missing = sorted(info["missing_keys"])
@@ -263,9 +280,10 @@ def _open(auto_class: Any, resolved: ResolvedModel, dtype: torch.dtype | DType, 
         stored = read_headers(_find_safetensors(resolved))
         where = {"local_files_only": resolved.local_files_only}
         compute_dtype = resolve_dtype(dtype)
-        module = empty_module(
-            auto_class, resolved.config, compute_dtype, source=resolved.source, where=where, **overrides
-        )
+        with _own_attention_named(resolved):
+            module = empty_module(
+                auto_class, resolved.config, compute_dtype, source=resolved.source, where=where, **overrides
+            )
         match = match_names(module, stored)
         _check_body(module, list(match.missing), resolved)
         heads = [name for name in match.missing if name in dict(module.named_parameters())]

@@ -71,6 +71,7 @@ class ParamGroup:
         self.holders = 0  # who has been handed its FULL weights; until they are given back it stays FULL
         self._works: list[dist.Work] = []
         self._grads: torch.Tensor | None = None  # full gradients of a backward under way
+        self._adopting = False  # the gradient that autograd makes will be `_grads`
         self._whole_sum: torch.Tensor | None = None  # full gradients of finished ones, of this rank alone
         self._reduction: PendingSum | None = None
         self.grad: torch.Tensor | None = None  # (piece,) fp32, summed over ranks and micro-batches
@@ -307,16 +308,29 @@ class ParamGroup:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Give every parameter a gradient to add to: a view into one zeroed buffer. No-op if they have one."""
-        if self._grads is not None:
+        """Give every parameter a gradient to add to: a view into one zeroed buffer. No-op if they have one.
+
+        A parameter that is its whole group, such as an embedding, is left the gradient that autograd makes: that is the
+        buffer then.
+        """
+        if self._grads is not None or self._adopting:
             return
         if self.level is not Level.FULL:
             raise LevelError(f"{self.name} takes part in a backward at {self.level.name}; its weights must be FULL")
+        if self._adopts:
+            self._adopting = True
+            return
         # One rank in fp32 sums straight into what the optimizer reads.
         self._grads = self._sum_buffer() if self._grad_is_sum else torch.zeros_like(self._full)
         views = self._views(self._grads, self.layout.full_offsets, full=True)
         for member, view in zip(self.members, views, strict=True):
             member.parameter.grad = view
+
+    @property
+    def _adopts(self) -> bool:
+        """Whether autograd's gradient has the very elements of the group's buffer, in the same order."""
+        alone = len(self.members) == 1 and self.members[0].layout.axis != 1
+        return alone and not self._grad_is_sum and self._full.numel() == self.members[0].layout.numel
 
     @property
     def _grad_is_sum(self) -> bool:
@@ -333,6 +347,10 @@ class ParamGroup:
         Returns:
             the elements whose reduction was started; `finish_reduction` ends it.
         """
+        if self._adopting:
+            self._adopting, grad = False, self.members[0].parameter.grad
+            self._grads = None if grad is None else grad.contiguous().view(-1)
+            del grad
         if self._grads is None:
             if any(member.parameter.grad is not None for member in self.members):
                 raise LevelError(f"{self.name} has gradients from outside; call backward(loss) of the engine or model")
@@ -391,6 +409,7 @@ class ParamGroup:
                 self.finish_reduction()
         self._reduction = None
         self.grad = self._grads = self._whole_sum = None
+        self._adopting = False
         for member in self.members:
             member.parameter.grad = None
 

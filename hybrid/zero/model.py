@@ -186,6 +186,7 @@ class ShardedModel:
         if reduction == "mean":
             factor /= self.mesh.world_size
         try:
+            self.mesh.trim()  # what the forward left between the tensors that it saved
             with self.schedule.backward():
                 (loss if factor == 1.0 else loss * factor).backward()
         except BaseException:
@@ -217,10 +218,15 @@ class ShardedModel:
         self._agreement.check("a step")
         optimizer.require_schedule()
         self.reduce_gradients()
+        had_state = optimizer.has_state
         try:
             report = optimizer.step()
         finally:
             self.zero_grad()
+        if optimizer.has_state and not had_state:
+            # The state that lives from now on was allocated among buffers that are gone: what they left between is
+            # given back, since the next ones will go elsewhere.
+            self.mesh.empty_cache()
         if not report.skipped:
             self.weights_version += 1
             self.schedule.weights_epoch += 1

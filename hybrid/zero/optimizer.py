@@ -36,6 +36,8 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 # These look at a whole matrix, or at all parameters at once, and would see a stretch of some matrix instead.
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb")
 
+_NORM_STRETCH = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -173,8 +175,12 @@ class ShardedOptimizer:
 
     def _norm(self, trained: Sequence[ParamGroup]) -> float:
         """The norm of all gradients of all ranks, as they are scaled."""
+        # In stretches, since each is widened for the sum.
         norms = [
-            torch.linalg.vector_norm(group.grad, dtype=torch.float64) for group in trained if group.grad is not None
+            torch.linalg.vector_norm(stretch, dtype=torch.float64)
+            for group in trained
+            if group.grad is not None
+            for stretch in group.grad.split(_NORM_STRETCH)
         ]
         total = [float(torch.stack(norms).square().sum())]
         if self._sharded:
@@ -190,6 +196,11 @@ class ShardedOptimizer:
         )
 
     # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is any yet: most optimizers make theirs in the first step."""
+        return bool(self.torch_optimizer.state)
 
     def state(self, group: ParamGroup) -> Mapping[str, torch.Tensor]:
         """The optimizer's tensors for a group: those of the master's shape are sharded as it is."""

@@ -106,6 +106,7 @@ class _CountedGroup:
 
     def __init__(self, sizes: GroupSizes, zero: ZeroConfig, world_size: int, ledger: _Ledger) -> None:
         self.plan, self.layout, self._sizes, self._ledger = sizes.plan, sizes.plan.layout, sizes, ledger
+        self.name = sizes.plan.name
         self.resting = self.level = Level.FULL if sizes.rests_full else Level.SHARD
         self._keep_slices = zero.keep_slices and self.layout.num_slices > 1
         self._numel = self.layout.full_offsets[-1]

@@ -56,6 +56,7 @@ def gradient_bytes(groups, *others):
     tensors = list(others)
     for group in groups:
         tensors += [group.grad, group._grads, group._whole_sum]
+        tensors += [member.parameter.grad for member in group.members if group._adopting]
         if group._reduction is not None:  # what gloo receives besides lies in buffers of its own
             kept = group._reduction._keep
             tensors += group._reduction._pieces if kept is None else [kept]

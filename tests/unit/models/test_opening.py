@@ -21,6 +21,7 @@ from hybrid.models.loading import (
     open_causal_lm,
     open_value_model,
     resolve_model,
+    skeleton,
 )
 from hybrid.models.source import ModuleWeights, SafetensorsWeights
 from tests.decoders import CUT_FAMILIES, tiny_decoder
@@ -290,3 +291,12 @@ def test_a_rank_needs_the_memory_of_its_shard_and_a_tensor(tmp_path: Path) -> No
     ((held, largest, growth),) = run_world(_measure_shard, 1, tmp_path, str(small), str(large))
     assert (large / "model.safetensors").stat().st_size > 3.9 * held
     assert growth <= held + largest
+
+
+def test_a_family_with_attention_of_its_own_is_refused_by_name(tmp_path):
+    config = AutoConfig.for_model("falcon", vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    resolved = resolve_model(str(tmp_path))
+    for build in (open_causal_lm, load_causal_lm, skeleton):
+        with pytest.raises(ValueError, match="falcon has attention classes of its own .* choose another family"):
+            build(resolved)
