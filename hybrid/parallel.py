@@ -7,6 +7,7 @@ backend.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import datetime
@@ -498,10 +499,17 @@ def run_main(main: Callable[[], Any]) -> None:
         sys.stdout.flush()
         # Not sys.exit: threads of the process group would wait for peers that are waiting for us.
         os._exit(1)
-    finally:
-        with contextlib.suppress(RuntimeError, ValueError):
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    else:
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        with contextlib.suppress(RuntimeError):  # a rank that left early would take down those still talking to it
+            dist.barrier()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by way of the interpreter's end, which now and then destroys a process group's threads while they run
+        # ("terminate called without an active exception") and turns a run that went well into a failure.
+        os._exit(0)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
