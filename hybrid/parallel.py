@@ -356,12 +356,9 @@ class ParallelMesh:
         """Give back to the system what the allocator keeps but nobody uses."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        else:
-            self.trim()
-
-    def trim(self) -> None:
-        """`empty_cache` on a host alone, where it is cheap, and where freed buffers lie scattered between others."""
-        if self.device.type == "cpu" and _MALLOC_TRIM is not None:
+        elif _MALLOC_TRIM is not None:
+            # glibc keeps freed buffers in the heap of the thread that made them, where they fragment: after some gathers
+            # a rank would hold several times what it uses.
             _MALLOC_TRIM(0)
 
 

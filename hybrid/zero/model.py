@@ -186,7 +186,6 @@ class ShardedModel:
         if reduction == "mean":
             factor /= self.mesh.world_size
         try:
-            self.mesh.trim()  # what the forward left between the tensors that it saved
             with self.schedule.backward():
                 (loss if factor == 1.0 else loss * factor).backward()
         except BaseException:
