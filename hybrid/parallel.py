@@ -357,8 +357,8 @@ class ParallelMesh:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         elif _MALLOC_TRIM is not None:
-            # glibc keeps freed buffers in the heap of the thread that made them, where they fragment: after some gathers
-            # a rank would hold several times what it uses.
+            # glibc keeps freed buffers in the heap of the thread that made them, where they fragment: after some
+            # gathers a rank would hold several times what it uses.
             _MALLOC_TRIM(0)
 
 
