@@ -17,8 +17,10 @@ ranks, and so cut into more pieces.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 
 def split_units(num_units: int, num_parts: int) -> tuple[int, ...]:
@@ -157,6 +159,17 @@ class ParamLayout:
         return tuple(bounds)
 
 
+class Stretch(NamedTuple):
+    """Consecutive elements of a slice that come from consecutive rows of one weight."""
+
+    start: int  # in what was asked for
+    name: str
+    dim: int  # of the weight as the module sees it, along which the rows are counted
+    rows: tuple[int, int]
+    skip: int  # elements of the first row, as it lies in memory, that are not part of it
+    numel: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
     """Weights that travel together: ``num_slices`` slices of the group, each cut into ``num_pieces`` equal pieces."""
@@ -190,3 +203,17 @@ class GroupLayout:
     def flip_numel(self, index: int) -> int:
         """Elements a rank receives to climb from SHARD to SLICE."""
         return self.slice_numel(index) - self.piece_numel(index)
+
+    def stretches(self, index: int, start: int, stop: int) -> Iterator[Stretch]:
+        """What elements ``start:stop`` of the buffer of slice ``index`` are made of, padding left out."""
+        offset = 0
+        for param in self.params:
+            for first, last in param.part_rows(index, self.num_slices):
+                numel = (last - first) * param.row_numel
+                low, high = max(start, offset), min(stop, offset + numel)
+                if low < high:
+                    skipped, skip = divmod(low - offset, param.row_numel)
+                    end = -(-(high - offset) // param.row_numel)
+                    rows = (first + skipped, first + end)
+                    yield Stretch(low - start, param.name, param.axis or 0, rows, skip, high - low)
+                offset += numel

@@ -372,8 +372,8 @@ class PendingSum:
         total: torch.Tensor,
         keep: torch.Tensor | None = None,
     ) -> None:
-        self._works, self._pieces, self._total = works, pieces, total
-        self._keep = keep  # what is being sent must outlive the sending
+        # Pieces that are views of a buffer keep it; what is sent from a buffer of its own must outlive the sending too.
+        self._works, self._pieces, self._total, self._keep = works, pieces, total, keep
 
     def wait(self, mesh: ParallelMesh) -> None:
         mesh.wait(self._works)

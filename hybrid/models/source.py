@@ -45,24 +45,31 @@ class WeightSource(Protocol):
     """Where a module's parameters are read from, by the names of ``module.named_parameters()``."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start:stop`` along ``dim`` of a parameter, on the CPU, in the checkpoint's dtype (the caller casts).
+        """Rows ``start:stop`` along ``dim`` of a parameter, as they are kept: the caller casts and moves them.
 
         A tied parameter goes under its first name. A 0-d tensor is returned whole.
         """
         ...
 
 
-class ModuleWeights:
-    """A module whose parameters are real. What `read` returns shares their memory while it is the CPU's."""
+class TensorWeights:
+    """Whole tensors at hand, by name. What `read` returns shares their memory, on whatever device that is."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        weight = _find(self._tensors, name).detach()
+        _check_range(name, tuple(weight.shape), dim, start, stop)
+        return weight.narrow(dim, start, stop - start) if weight.dim() else weight
+
+
+class ModuleWeights(TensorWeights):
+    """A module whose parameters are real."""
 
     def __init__(self, module: nn.Module) -> None:
         # The parameters and not their data: a caller that replaces the data frees it.
-        self._parameters = dict(module.named_parameters())
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        weight = _find(self._parameters, name).detach()
-        _check_range(name, tuple(weight.shape), dim, start, stop)
-        return (weight.narrow(dim, start, stop - start) if weight.dim() else weight).cpu()
+        super().__init__(dict(module.named_parameters()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybrid.layout import ParamLayout
-from hybrid.models.source import WeightSource
+from hybrid.layout import ParamLayout, Stretch
+from hybrid.models.source import TensorWeights, WeightSource
 from hybrid.parallel import ParallelMesh, PendingSum
 from hybrid.zero.level import Level, LevelError, check_move
 from hybrid.zero.partition import GroupPlan
@@ -115,26 +115,12 @@ class ParamGroup:
         end = self.layout.slice_offsets(self._index)[-1]
         if stop > end:
             buffer[max(0, end - start) :].zero_()  # padding
-        for target, stretch in self._stretches(start, stop):
+        for stretch in self.layout.stretches(self._index, start, stop):
             rows = weights.read(stretch.name, stretch.dim, *stretch.rows)
             flat = (rows.transpose(0, 1) if stretch.dim == 1 else rows).reshape(-1)
-            buffer[target : target + stretch.numel].copy_(flat[stretch.skip : stretch.skip + stretch.numel])
+            target = buffer[stretch.start : stretch.start + stretch.numel]
+            target.copy_(flat[stretch.skip : stretch.skip + stretch.numel])
         return buffer
-
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, _Stretch]]:
-        """What elements ``start:stop`` of this rank's slice are made of: where each goes, and where it comes from."""
-        offset = 0
-        for member in self.members:
-            layout, row_numel = member.layout, member.layout.row_numel
-            for first, last in layout.part_rows(self._index, self.layout.num_slices):
-                low, high = max(start, offset), min(stop, offset + (last - first) * row_numel)
-                if low < high:
-                    first_row = first + (low - offset) // row_numel
-                    last_row = first - (offset - high) // row_numel  # rounded up
-                    skip = low - offset - (first_row - first) * row_numel
-                    rows = (first_row, last_row)
-                    yield low - start, _Stretch(member.name, layout.axis or 0, rows, skip, high - low)
-                offset += (last - first) * row_numel
 
     @property
     def _index(self) -> int:
@@ -465,19 +451,19 @@ class ParamGroup:
 
     def cut_shard(self, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This rank's fp32 shard of whole tensors: the inverse of `gather_whole`, and not a collective."""
-        return self._filled(_WholeTensors(whole), *self._piece_bounds, torch.float32)
+        return self._filled(TensorWeights(whole), *self._piece_bounds, torch.float32)
 
-    def find_stretches(self, name: str) -> list[tuple[int, _Stretch]]:
-        """Which stretches of this rank's shard are of a parameter; none where it holds nothing of it."""
-        return [(at, stretch) for at, stretch in self._stretches(*self._piece_bounds) if stretch.name == name]
+    def shard_stretches(self) -> Iterator[Stretch]:
+        """What this rank's shard is made of."""
+        return self.layout.stretches(self._index, *self._piece_bounds)
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def find_member(self, predicate: Callable[[torch.Tensor], bool]) -> str | None:
         """Name of the first parameter for whose part of this rank's gradient shard ``predicate`` holds."""
         if self.grad is not None:
-            for at, stretch in self._stretches(*self._piece_bounds):
-                if predicate(self.grad[at : at + stretch.numel]):
+            for stretch in self.shard_stretches():
+                if predicate(self.grad[stretch.start : stretch.start + stretch.numel]):
                     return stretch.name
         return None
 
@@ -517,28 +503,6 @@ def reduce_gradients(groups: Sequence[ParamGroup], mesh: ParallelMesh) -> None:
         if following is not None:  # under way while this one is waited for
             following.start_reduction()
         group.finish_reduction()
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Consecutive elements of a shard that come from consecutive rows of one parameter."""
-
-    name: str
-    dim: int  # along which the rows are counted
-    rows: tuple[int, int]
-    skip: int  # elements of the first row, as it lies in memory, that are not part of it
-    numel: int
-
-
-class _WholeTensors:
-    """Whole tensors at hand as a `WeightSource`."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return tensor.narrow(dim, start, stop - start) if tensor.dim() else tensor
 
 
 def checksum(buffer: torch.Tensor) -> int:

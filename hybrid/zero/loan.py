@@ -78,8 +78,9 @@ def flatten(tensor: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
 
 def runs_of(group: ParamGroup, member: Member) -> Iterator[tuple[int, int, int]]:
     """This rank's elements of a parameter in runs: start in its shard, start in the flat parameter, and length."""
-    for at, stretch in group.find_stretches(member.name):
-        yield at, stretch.rows[0] * member.layout.row_numel + stretch.skip, stretch.numel
+    for stretch in group.shard_stretches():
+        if stretch.name == member.name:
+            yield stretch.start, stretch.rows[0] * member.layout.row_numel + stretch.skip, stretch.numel
 
 
 def span_of(group: ParamGroup, member: Member) -> tuple[int, int]:

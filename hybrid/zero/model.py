@@ -56,7 +56,7 @@ class ShardedModel:
         weights: WeightSource | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
-        self.module, self.mesh, self.zero, self.optim_config = module, mesh, zero, optim
+        self.module, self.mesh, self.zero = module, mesh, zero
         self.plan = plan or whole_plan(module)
         if optim is None:
             module.requires_grad_(False)

@@ -1,5 +1,6 @@
 """The ladder's arithmetic: shards tile slices, slices tile weights, nothing twice and nothing missing."""
 
+import dataclasses
 import math
 
 import pytest
@@ -86,6 +87,27 @@ def test_shards_tile_the_slice(params, num_slices, num_pieces):
         assert layout.flip_numel(index) == layout.slice_numel(index) - layout.piece_numel(index)
         total += used
     assert total == sum(p.numel for p in params) == layout.full_offsets[-1]
+
+
+@given(st.lists(param_layouts(), min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 4))
+def test_stretches_say_where_each_element_of_a_shard_comes_from(params, num_slices, num_pieces):
+    params = [p for p in params if p.num_slices(num_slices) == num_slices]
+    params = tuple(dataclasses.replace(p, name=f"w{i}") for i, p in enumerate(params))
+    layout = GroupLayout(params=params, num_slices=num_slices, num_pieces=num_pieces)
+    found = {p.name: [] for p in params}
+    for index in range(num_slices):
+        for piece in range(num_pieces):
+            start, stop = layout.piece_range(index, piece)
+            end = 0
+            for stretch in layout.stretches(index, start, stop):
+                assert stretch.start == end  # end to end; what is missing at the end is padding
+                end += stretch.numel
+                row_numel = next(p.row_numel for p in params if p.name == stretch.name)
+                first = stretch.rows[0] * row_numel + stretch.skip
+                assert first + stretch.numel <= stretch.rows[1] * row_numel < first + stretch.numel + row_numel
+                found[stretch.name] += range(first, first + stretch.numel)
+    for param in params:
+        assert sorted(found[param.name]) == list(range(param.numel))
 
 
 def test_three_kv_groups_over_two_ranks():
