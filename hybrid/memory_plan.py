@@ -11,18 +11,17 @@ Counted are weights, masters, the optimizer's state, gradients, the LM head's wo
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hybrid.config import InferenceConfig, OptimConfig, ParallelConfig, ZeroConfig
 from hybrid.inference.cache import KVCache
-from hybrid.models.attention import ATTENTION_NAME
+from hybrid.models.empty import skeleton
 from hybrid.models.heads import output_head
 from hybrid.models.loading import DType, resolve_dtype, resolve_model
 from hybrid.models.plans import head_dim, tensor_parallel_plan
@@ -163,7 +162,7 @@ def memory_plan(
     if world_size < 1:
         raise ValueError(f"world_size={world_size} is too small; set it to 1 or more")
     ParallelConfig(tp_size=tp_size).check_world(world_size)
-    module = _skeleton(_find_config(model), resolve_dtype(dtype))
+    module = skeleton(_find_config(model), resolve_dtype(dtype))
     if optim is None:
         module.requires_grad_(False)
     plan = tensor_parallel_plan(module, tp_size)
@@ -215,22 +214,6 @@ def _find_config(model: PreTrainedConfig | str | Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(str(file), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{file} is no configuration of a model: {str(error).splitlines()[0]}") from error
-
-
-def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model without storage, each parameter of the dtype that it is loaded in."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"{config.model_type} has no causal language model in transformers, so no actor can be made")
-    try:
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except (KeyError, ValueError) as error:  # a KeyError comes from a family that looks its own attentions up
-        raise ValueError(f"{config.model_type} cannot be built with this engine's attention ({error})") from error
-    for pattern, kept in module._get_dtype_plan(dtype).items():  # families keep some in fp32
-        for name, parameter in module.named_parameters():
-            if re.search(pattern.replace("*", ".*"), name):
-                parameter.data = parameter.data.to(kept)
-    return module
 
 
 def _head_bytes(module: PreTrainedModel, max_tokens: int) -> int:

@@ -4,17 +4,48 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.models.matching import Match
 from hybrid.models.source import SafetensorsWeights
+
+
+@contextmanager
+def own_attention_named(config: PreTrainedConfig) -> Iterator[None]:
+    """Name a family that looks its attention classes up in a table of its own, which raises a bare KeyError."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise ValueError(
+            f"{config.model_type} has attention classes of its own and does not use transformers' attention interface, "
+            "so it can neither be trained nor generate here; choose another family"
+        ) from error
+
+
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal language model without storage, buffers neither, each parameter of the dtype that it is loaded in: for
+    what depends on shapes alone.
+
+    Raises:
+        ValueError: transformers has no such model, or it does not use transformers' attention interface.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{config.model_type} has no causal language model in transformers, so no actor can be made")
+    with own_attention_named(config), torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    for name, parameter in module.named_parameters():
+        parameter.data = parameter.data.to(_loaded_dtype(module, name, parameter, dtype))
+    return module
 
 
 def empty_module(
@@ -55,7 +86,7 @@ def _build(
     config = copy.deepcopy(config)
     for name, value in overrides.items():
         setattr(config, name, value)
-    with init_empty_weights(include_buffers=False):
+    with own_attention_named(config), init_empty_weights(include_buffers=False):
         return auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
 
 

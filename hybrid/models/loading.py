@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +27,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from hybrid.models.aliases import ALIASES
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.models.bundled import BUNDLED_NAME, bundled_path
-from hybrid.models.empty import empty_module, fill_buffers
+from hybrid.models.empty import empty_module, fill_buffers, own_attention_named
 from hybrid.models.hub import hub_is_reachable, why_unreachable
 from hybrid.models.matching import MustLoadWholeError, match_names
 from hybrid.models.source import (
@@ -114,26 +112,6 @@ def resolve_model(name: str) -> ResolvedModel:
             f"{_LOCAL_HINT}"
         )
     return _resolve_hub(name, name)
-
-
-def skeleton(resolved: ResolvedModel) -> PreTrainedModel:
-    """The causal language model without storage, to check what depends on its shape before any weight is read."""
-    with _own_attention_named(resolved), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(resolved.config, attn_implementation=ATTENTION_NAME)
-
-
-@contextmanager
-def _own_attention_named(resolved: ResolvedModel) -> Iterator[None]:
-    """Name a family that looks its attention classes up in a table of its own, which raises a bare KeyError."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
-            raise
-        raise ValueError(
-            f"model {resolved.name!r}: {resolved.config.model_type} has attention classes of its own and does not use "
-            "transformers' attention interface, so it can neither be trained nor generate here; choose another family"
-        ) from error
 
 
 def load_causal_lm(resolved: ResolvedModel, dtype: torch.dtype | DType = "auto") -> PreTrainedModel:
@@ -237,7 +215,7 @@ def _load(
 ) -> tuple[PreTrainedModel, list[str]]:
     """The module and the names of its parameters outside of the body that the checkpoint did not hold."""
     try:
-        with _own_attention_named(resolved):
+        with own_attention_named(resolved.config):
             model, info = auto_class.from_pretrained(
                 resolved.source,
                 dtype=resolve_dtype(dtype),
@@ -280,10 +258,9 @@ def _open(auto_class: Any, resolved: ResolvedModel, dtype: torch.dtype | DType, 
         stored = read_headers(_find_safetensors(resolved))
         where = {"local_files_only": resolved.local_files_only}
         compute_dtype = resolve_dtype(dtype)
-        with _own_attention_named(resolved):
-            module = empty_module(
-                auto_class, resolved.config, compute_dtype, source=resolved.source, where=where, **overrides
-            )
+        module = empty_module(
+            auto_class, resolved.config, compute_dtype, source=resolved.source, where=where, **overrides
+        )
         match = match_names(module, stored)
         _check_body(module, list(match.missing), resolved)
         heads = [name for name in match.missing if name in dict(module.named_parameters())]

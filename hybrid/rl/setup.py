@@ -28,6 +28,7 @@ from hybrid.config import (
 from hybrid.data.prompts import Prompt, PromptDataset, load_prompts
 from hybrid.data.tasks import LargerNumberTask, larger_number
 from hybrid.engine import HybridEngine
+from hybrid.models.empty import skeleton
 from hybrid.models.loading import (
     OpenedModel,
     ResolvedModel,
@@ -36,7 +37,6 @@ from hybrid.models.loading import (
     open_causal_lm,
     open_value_model,
     resolve_model,
-    skeleton,
 )
 from hybrid.models.plans import tensor_parallel_plan
 from hybrid.monitor import check_output_dir, check_trackers, find_traces
@@ -100,7 +100,7 @@ def find_inputs(
     for role, model in (("critic", critic), ("ref", ref)):
         _check_vocabulary(role, model, actor, tokenizer)
     if settings.parallel.tp_size > 1:
-        tensor_parallel_plan(skeleton(actor), settings.parallel.tp_size)
+        tensor_parallel_plan(skeleton(actor.config), settings.parallel.tp_size)
     prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer, rows)
     if isinstance(found_reward, FunctionReward):
         found_reward.check_columns(sorted(prompts.rows[0].columns))

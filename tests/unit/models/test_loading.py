@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid.models import bundled, loading
 from hybrid.models.attention import ATTENTION_NAME
+from hybrid.models.empty import skeleton
 from hybrid.models.hub import hub_is_reachable
 from hybrid.models.loading import (
     load_causal_lm,
@@ -22,7 +23,6 @@ from hybrid.models.loading import (
     load_value_model,
     resolve_dtype,
     resolve_model,
-    skeleton,
 )
 from tests.tiny import save_tiny_llama, save_tiny_reward_model, tiny_tokenizer
 
@@ -57,7 +57,7 @@ def test_buffers_keep_fp32(tiny_llama: Path) -> None:
 
 
 def test_a_skeleton_has_shapes_and_no_storage(tiny_llama: Path) -> None:
-    assert {p.device.type for p in skeleton(resolve_model(str(tiny_llama))).parameters()} == {"meta"}
+    assert {p.device.type for p in skeleton(resolve_model(str(tiny_llama)).config).parameters()} == {"meta"}
 
 
 def test_a_value_model_from_a_language_model_starts_at_zero(tiny_llama: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from hybrid.models.empty import skeleton
 from hybrid.models.loading import (
     OpenedModel,
     load_causal_lm,
@@ -21,7 +22,6 @@ from hybrid.models.loading import (
     open_causal_lm,
     open_value_model,
     resolve_model,
-    skeleton,
 )
 from hybrid.models.source import ModuleWeights, SafetensorsWeights
 from tests.decoders import CUT_FAMILIES, tiny_decoder
@@ -297,6 +297,6 @@ def test_a_family_with_attention_of_its_own_is_refused_by_name(tmp_path):
     config = AutoConfig.for_model("falcon", vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     resolved = resolve_model(str(tmp_path))
-    for build in (open_causal_lm, load_causal_lm, skeleton):
+    for build in (open_causal_lm, load_causal_lm, lambda found: skeleton(found.config)):
         with pytest.raises(ValueError, match="falcon has attention classes of its own .* choose another family"):
             build(resolved)
