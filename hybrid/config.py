@@ -11,11 +11,26 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 T = TypeVar("T")
 
-# Those of transformers' get_scheduler that need no arguments of their own.
+# Those of transformers' get_scheduler that go by the step alone.
 Schedule = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
 ]
 
+# Those that cannot do without arguments of their own, and an example.
+SCHEDULE_EXAMPLES = {
+    "cosine_with_min_lr": "min_lr_rate=0.1",
+    "cosine_warmup_with_min_lr": "min_lr_rate=0.1",
+    "warmup_stable_decay": "num_decay_steps=100",
+}
 
 # torch's optimizers that treat each element of a weight by itself, so that a shard steps as the whole weight would.
 Optimizer = Literal[
@@ -188,6 +203,9 @@ class OptimConfig:
     max_grad_norm: float = setting(1.0, "gradients are clipped to this global norm; 0 turns it off")
     warmup_steps: int = setting(0, "steps over which the learning rate rises from 0")
     lr_scheduler: Schedule = setting("constant_with_warmup", "how the learning rate goes, by transformers' names")
+    lr_scheduler_kwargs: str | None = setting(
+        None, "more of the schedule's arguments, as name=value,name=value (num_cycles=3, or min_lr_rate=0.1)"
+    )
     loss_scale: float = setting(0.0, "fp16: the loss is multiplied by this; 0: found and kept up dynamically")
     initial_scale_power: int = setting(16, "fp16: the dynamic loss scale starts at 2 to this power")
     loss_scale_window: int = setting(1000, "fp16: the dynamic loss scale doubles after this many steps that all worked")
@@ -219,6 +237,11 @@ class OptimConfig:
         _require(
             self.lr_scheduler in get_args(Schedule),
             f"lr_scheduler={self.lr_scheduler!r} is unknown; choose one of {', '.join(get_args(Schedule))}",
+        )
+        example = SCHEDULE_EXAMPLES.get(self.lr_scheduler)
+        _require(
+            example is None or self.lr_scheduler_kwargs is not None,
+            f"lr_scheduler={self.lr_scheduler!r} needs arguments of its own; set lr_scheduler_kwargs, to {example} say",
         )
 
 

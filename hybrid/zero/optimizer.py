@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hybrid.config import OptimConfig
 from hybrid.parallel import ParallelMesh
@@ -37,6 +38,8 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb")
 
 _NORM_STRETCH = 2**20
+# What `get_scheduler` passes by itself.
+_SCHEDULE_KNOWS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,12 @@ class ShardedOptimizer:
         if total_steps is None and name not in ("constant", "constant_with_warmup"):
             self.scheduler = None
             return
-        self.scheduler = get_scheduler(name, self.torch_optimizer, self.config.warmup_steps, total_steps)
+        known = set(inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters) - _SCHEDULE_KNOWS
+        arguments = _parse_arguments("lr_scheduler_kwargs", self.config.lr_scheduler_kwargs, known, name)
+        try:
+            self.scheduler = get_scheduler(name, self.torch_optimizer, self.config.warmup_steps, total_steps, arguments)
+        except (TypeError, ValueError) as error:  # one that it needs is missing, or makes no sense
+            raise ValueError(f"lr_scheduler {name!r}: {error}; set lr_scheduler_kwargs") from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch expects the optimizer's step between, which was in another process
             for _ in range(steps_done):
@@ -232,12 +240,12 @@ def _factory(config: OptimConfig) -> OptimizerFactory:
         arguments |= {"betas": config.betas, "eps": config.eps}
     if "fused" in known:
         arguments["fused"] = True
-    arguments |= _parse_arguments(config.optim_args, known, config.optimizer)
+    arguments |= _parse_arguments("optim_args", config.optim_args, known, config.optimizer)
     return lambda params: kind(params, **arguments)
 
 
-def _parse_arguments(text: str | None, known: set[str], optimizer: str) -> dict[str, Any]:
-    """``name=value,name=value`` as keyword arguments."""
+def _parse_arguments(setting: str, text: str | None, known: set[str], owner: str) -> dict[str, Any]:
+    """``name=value,name=value`` as keyword arguments of ``owner``, which knows these names."""
     arguments: dict[str, Any] = {}
     for part in (text or "").split(","):
         if not part.strip():
@@ -245,8 +253,8 @@ def _parse_arguments(text: str | None, known: set[str], optimizer: str) -> dict[
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name not in known:
             raise ValueError(
-                f"optim_args: {part.strip()!r} is no argument of {optimizer}; write name=value with one of "
-                f"{', '.join(sorted(known))}"
+                f"{setting}: {part.strip()!r} is no argument of {owner}; "
+                + (f"write name=value with one of {', '.join(sorted(known))}" if known else "it takes none")
             )
         try:
             arguments[name] = ast.literal_eval(value)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from hybrid.config import OptimConfig, ZeroConfig
 from hybrid.parallel import init_parallel
@@ -138,6 +139,41 @@ def what_cannot_run_on_shards():
 
 def test_optimizers_that_need_whole_matrices_are_refused(tmp_path):
     run_world(what_cannot_run_on_shards, 2, tmp_path)
+
+
+def schedules_equal_transformers():
+    module = make_model()
+    for name, text, arguments in [
+        ("cosine_with_min_lr", "min_lr_rate=0.1", {"min_lr_rate": 0.1}),
+        ("cosine_with_restarts", "num_cycles=2", {"num_cycles": 2}),
+        (
+            "warmup_stable_decay",
+            "num_decay_steps=2,decay_type='cosine'",
+            {"num_decay_steps": 2, "decay_type": "cosine"},
+        ),
+        ("polynomial", "power=2.0,lr_end=1e-5", {"power": 2.0, "lr_end": 1e-5}),
+        ("linear", None, {}),
+    ]:
+        optim = OptimConfig(learning_rate=1e-3, warmup_steps=1, lr_scheduler=name, lr_scheduler_kwargs=text)
+        model = sharded(optim=optim)
+        with pytest.raises(ValueError, match="needs the number of steps"):
+            model.step()
+        model.set_schedule(6)
+        plain = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        schedule = get_scheduler(name, plain, 1, 6, arguments)
+        for step in range(4):
+            model.backward(model.loss(batch(step, 0)))
+            assert model.step().lr == pytest.approx(plain.param_groups[0]["lr"], abs=1e-12), name
+            plain.step()
+            schedule.step()
+    with pytest.raises(ValueError, match=r"lr_scheduler 'polynomial': .* set lr_scheduler_kwargs"):
+        sharded(optim=OptimConfig(lr_scheduler="polynomial", lr_scheduler_kwargs="lr_end=1.0")).set_schedule(6)
+    with pytest.raises(ValueError, match=r"lr_scheduler_kwargs: 'power=2' is no argument of linear; it takes none"):
+        sharded(optim=OptimConfig(lr_scheduler="linear", lr_scheduler_kwargs="power=2")).set_schedule(6)
+
+
+def test_schedules_equal_transformers(tmp_path):
+    run_world(schedules_equal_transformers, 1, tmp_path)
 
 
 def partly_frozen():

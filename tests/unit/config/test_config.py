@@ -8,6 +8,7 @@ from typing import Any, cast, get_args
 import pytest
 
 from hybrid.config import (
+    SCHEDULE_EXAMPLES,
     InferenceConfig,
     OptimConfig,
     ParallelConfig,
@@ -53,13 +54,18 @@ def test_tp_size_must_divide_the_world() -> None:
         ParallelConfig(tp_size=3).check_world(1)
 
 
-def test_schedules_work_with_nothing_but_the_numbers_of_steps() -> None:
+def test_schedules_work_with_the_numbers_of_steps_and_what_the_configuration_asks_for() -> None:
     import torch
     from transformers import get_scheduler
 
     for name in get_args(Schedule):
-        OptimConfig(lr_scheduler=name)
-        get_scheduler(name, torch.optim.SGD([torch.zeros(1)]), 2, 10)
+        example = SCHEDULE_EXAMPLES.get(name)
+        OptimConfig(lr_scheduler=name, lr_scheduler_kwargs=example)
+        arguments = {key: float(value) for key, value in [example.split("=")]} if example else {}
+        get_scheduler(name, torch.optim.SGD([torch.zeros(1)]), 2, 10, arguments)
+        if example:
+            with pytest.raises(ValueError, match=f"'{name}' needs arguments of its own; set lr_scheduler_kwargs, to"):
+                OptimConfig(lr_scheduler=name)
     with pytest.raises(ValueError, match="lr_scheduler='greedy' is unknown; choose one of constant, "):
         OptimConfig(lr_scheduler=cast(Any, "greedy"))
 
