@@ -22,9 +22,10 @@ from hybrid.inference.generator import Generator
 from hybrid.inference.params import SamplingParams
 from hybrid.inference.sequence import Completion
 from hybrid.memory_plan import memory_plan
+from hybrid.models.families import head_dim
 from hybrid.models.heads import TokenScores
 from hybrid.models.loading import DType, load_tokenizer, open_causal_lm, resolve_model
-from hybrid.models.plans import head_dim, tensor_parallel_plan
+from hybrid.models.plans import tensor_parallel_plan
 from hybrid.models.ragged import RaggedBatch
 from hybrid.models.source import WeightSource
 from hybrid.models.tensor_parallel import TensorParallelHooks

@@ -22,9 +22,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from hybrid.config import InferenceConfig, OptimConfig, ParallelConfig, ZeroConfig
 from hybrid.inference.cache import KVCache
 from hybrid.models.empty import skeleton
+from hybrid.models.families import head_dim
 from hybrid.models.heads import output_head
 from hybrid.models.loading import DType, resolve_dtype, resolve_model
-from hybrid.models.plans import head_dim, tensor_parallel_plan
+from hybrid.models.plans import tensor_parallel_plan
 from hybrid.zero.partition import find_layers, plan_groups
 from hybrid.zero.rehearsal import GroupSizes, PeakBytes, rehearse_training
 from ops.logprob import _CHUNK_ELEMENTS

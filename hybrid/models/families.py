@@ -75,37 +75,18 @@ def _layers(prefix: str, **roles: Role) -> dict[str, Role]:
     return {f"{prefix}.*.{name.replace('__', '.')}": role for name, role in roles.items()}
 
 
-_LLAMA = _layers(
-    "layers",
-    self_attn__q_proj=Role.QUERY,
-    self_attn__k_proj=Role.KEY_VALUE,
-    self_attn__v_proj=Role.KEY_VALUE,
-    self_attn__o_proj=Role.OUTPUT,
-    mlp__gate_proj=Role.UP,
-    mlp__up_proj=Role.UP,
-    mlp__down_proj=Role.DOWN,
-)
-_GLM = _layers(
-    "layers",
-    self_attn__q_proj=Role.QUERY,
-    self_attn__k_proj=Role.KEY_VALUE,
-    self_attn__v_proj=Role.KEY_VALUE,
-    self_attn__o_proj=Role.OUTPUT,
-    mlp__gate_up_proj=Role.GATE_UP,
-    mlp__down_proj=Role.DOWN,
-)
-_BART_LIKE = {
-    "self_attn__q_proj": Role.QUERY,
-    "self_attn__k_proj": Role.KEY_VALUE,
-    "self_attn__v_proj": Role.KEY_VALUE,
-    "self_attn__out_proj": Role.OUTPUT,
-    "fc1": Role.UP,
-    "fc2": Role.DOWN,
-}
+_SEPARATE = {"self_attn__q_proj": Role.QUERY, "self_attn__k_proj": Role.KEY_VALUE, "self_attn__v_proj": Role.KEY_VALUE}
+_GATED = {"mlp__gate_proj": Role.UP, "mlp__up_proj": Role.UP, "mlp__down_proj": Role.DOWN}
+_GATED_PACKED = {"mlp__gate_up_proj": Role.GATE_UP, "mlp__down_proj": Role.DOWN}
+_H_TO_4H = {"mlp__dense_h_to_4h": Role.UP, "mlp__dense_4h_to_h": Role.DOWN}
+
+_LLAMA = _layers("layers", self_attn__o_proj=Role.OUTPUT, **_SEPARATE, **_GATED)
+_GLM = _layers("layers", self_attn__o_proj=Role.OUTPUT, **_SEPARATE, **_GATED_PACKED)
+_BART = {**_SEPARATE, "self_attn__out_proj": Role.OUTPUT, "fc1": Role.UP, "fc2": Role.DOWN}
 _GPT2 = _layers("h", attn__c_attn=Role.QKV, attn__c_proj=Role.OUTPUT, mlp__c_fc=Role.UP, mlp__c_proj=Role.DOWN)
 
 FAMILIES: Mapping[str, Family] = {
-    "biogpt": Family(roles=_layers("layers", **_BART_LIKE)),
+    "biogpt": Family(roles=_layers("layers", **_BART)),
     # Its packed projection is laid out in the blocks of the ranks it was trained on, each [query | value | key].
     "codegen": Family(
         roles=_layers(
@@ -122,35 +103,17 @@ FAMILIES: Mapping[str, Family] = {
         counts={"embed_dim": Count.QUERY_WIDTH, "kv_dim": Count.KV_WIDTH, "kv_heads": Count.KV_HEADS},
     ),
     "gpt_neox": Family(
-        roles=_layers(
-            "layers",
-            attention__query_key_value=Role.QKV_BY_HEAD,
-            attention__dense=Role.OUTPUT,
-            mlp__dense_h_to_4h=Role.UP,
-            mlp__dense_4h_to_h=Role.DOWN,
-        )
+        roles=_layers("layers", attention__query_key_value=Role.QKV_BY_HEAD, attention__dense=Role.OUTPUT, **_H_TO_4H)
     ),
     "hunyuan_v1_dense": Family(roles=_LLAMA),
     "olmo2": Family(roles=_LLAMA),
     "olmo3": Family(roles=_LLAMA),
-    "opt": Family(roles=_layers("decoder.layers", **_BART_LIKE)),
+    "opt": Family(roles=_layers("decoder.layers", **_BART)),
     "persimmon": Family(
-        roles=_layers(
-            "layers",
-            self_attn__query_key_value=Role.QKV_BY_HEAD,
-            self_attn__dense=Role.OUTPUT,
-            mlp__dense_h_to_4h=Role.UP,
-            mlp__dense_4h_to_h=Role.DOWN,
-        )
+        roles=_layers("layers", self_attn__query_key_value=Role.QKV_BY_HEAD, self_attn__dense=Role.OUTPUT, **_H_TO_4H)
     ),
     "phi3": Family(
-        roles=_layers(
-            "layers",
-            self_attn__qkv_proj=Role.QKV,
-            self_attn__o_proj=Role.OUTPUT,
-            mlp__gate_up_proj=Role.GATE_UP,
-            mlp__down_proj=Role.DOWN,
-        ),
+        roles=_layers("layers", self_attn__qkv_proj=Role.QKV, self_attn__o_proj=Role.OUTPUT, **_GATED_PACKED),
         counts={"config.num_attention_heads": Count.QUERY_HEADS},
     ),
     "stablelm": Family(roles=_LLAMA),

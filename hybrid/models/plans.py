@@ -19,8 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from hybrid.layout import ParamLayout, Segment
 from hybrid.models.families import HEAD_COUNTS, Count, Family, Role, family_of, head_dim, num_kv_heads
 
-__all__ = ["ModelPlan", "head_dim", "num_kv_heads", "tensor_parallel_plan", "whole_plan"]
-
 _HEAD_NORM = re.compile(r"(q|k|query|key)_?(layer)?_?norm")
 _EPSILONS = ("variance_epsilon", "eps")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid.models.plans import ModelPlan, num_kv_heads, tensor_parallel_plan
+from hybrid.models.families import num_kv_heads
+from hybrid.models.plans import ModelPlan, tensor_parallel_plan
 from tests.decoders import CUT_FAMILIES, tiny_decoder
 
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
