@@ -449,8 +449,7 @@ class HybridEngine:
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a Hugging Face model directory with its tokenizer; every rank calls this, in either mode."""
-        with self.train_mode():
-            self.model.save_pretrained(directory, self.tokenizer)
+        self.model.save_pretrained(directory, self.tokenizer)
 
     # -- proof ---------------------------------------------------------------------------------------------------
 

@@ -252,15 +252,6 @@ class ShardedModel:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, in turn; a collective. A tensor is valid until the next one is asked for."""
-        with self.schedule.root_held():  # which also refuses GENERATE mode
-            for group in self.groups:
-                group.wait_full()
-                for member in group.members:
-                    yield member.name, member.parameter.data
-                group.release()
-
     def gathered(
         self, names: str | Sequence[str] | None = None, *, write: bool = False
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
@@ -332,11 +323,11 @@ class ShardedModel:
     def save_pretrained(self, directory: str | Path, tokenizer: Any = None, *, max_shard_bytes: int = 2**30) -> None:
         """Write a Hugging Face model directory; every rank calls this, the first one writes.
 
-        Weights pass by a group at a time, and the first rank holds those of one file at most.
+        Weights pass by one at a time, in either mode, and the first rank holds those of one file at most.
         """
         writer = ModelWriter(directory, self.module, max_shard_bytes=max_shard_bytes) if self.mesh.is_main else None
         with writer or nullcontext():  # an exception discards what was written so far
-            for name, weight in self.full_parameters():
+            for name, weight in self.state.stream(cpu=False, rank0_only=True):
                 if writer is not None:
                     writer.add(name, weight)
         if self.mesh.is_main and tokenizer is not None:

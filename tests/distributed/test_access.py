@@ -212,7 +212,7 @@ def narrow_weights_keep_what_their_masters_know(tp_size, dtype):
         for name in SAMPLE:
             master = expected if name == QUERY else before[name]
             assert torch.equal(bits(state.full(name)), bits(master)), name
-        for name, weight in model.full_parameters():
+        for name, weight in model.state.stream():
             if name in SAMPLE:
                 assert torch.equal(bits(weight), bits(state.full(name).to(dtype))), name
         masters, weights = dict(state.stream("master")), dict(state.stream())

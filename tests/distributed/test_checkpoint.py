@@ -33,7 +33,7 @@ def train(model, steps):
 
 
 def weights(model):
-    return {name: weight.clone() for name, weight in model.full_parameters()}
+    return dict(model.state.stream())
 
 
 def interrupted(tp_size, directory):

@@ -69,7 +69,7 @@ def greedy_equals_transformers(tp_size):
     assert [c.token_ids for c in completions] == reference_tokens(reference)
     # and again after a step, on the weights of that step
     train_once(engine, 0)
-    weights = {name: weight.clone() for name, weight in engine.model.full_parameters()}
+    weights = dict(engine.model.state.stream())
     reference.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     with engine.generate_mode():
         completions = engine.generate(prompts(), GREEDY)

@@ -62,7 +62,7 @@ def there_and_back(families, directory: Path):
         for name, weight in saved.state_dict().items():
             close = torch.allclose(weight, expected[name], atol=2e-6, rtol=1e-5)
             assert close, f"{family}: {name} is off by {(weight - expected[name]).abs().max()}"
-        for name, weight in model.full_parameters():
+        for name, weight in model.state.stream():
             assert torch.equal(weight, saved.get_parameter(name)), f"{family}: {name} was not saved as it was trained"
         tied = saved.get_input_embeddings().weight is saved.get_output_embeddings().weight
         assert tied == bool(saved.config.tie_word_embeddings), family

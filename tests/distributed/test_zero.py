@@ -68,7 +68,7 @@ def train_like_the_plain_loop(tp_size, zero, overrides):
             assert loss.item() == pytest.approx(losses[step][micro_batch][mesh.rank], abs=2e-5)
         assert model.step().grad_norm == pytest.approx(norms[step], rel=1e-4)
     weights = dict(expected.named_parameters())
-    for name, weight in model.full_parameters():
+    for name, weight in model.state.stream():
         torch.testing.assert_close(weight, weights[name].data, atol=5e-6, rtol=1e-4, msg=name)
     if zero.stage == 3 and mesh.world_size > 1:
         moving = [group for group in model.groups if group.resting is Level.SHARD]
@@ -188,7 +188,7 @@ def awkward_orders_of_calls():
     rewind()
     # two graphs alive at once, and the whole model gathered in between
     one, two = loss(first), loss(second)
-    assert len(dict(model.full_parameters())) == len(dict(module.named_parameters()))
+    assert len(dict(model.state.stream())) == len(dict(module.named_parameters()))
     model.backward(one)
     model.backward(two)
     assert norm() == pytest.approx(expected, rel=1e-5)
