@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hybrid.config import InferenceConfig, OptimConfig, PPOConfig, ZeroConfig
     from hybrid.deepspeed import HybridConfig
     from hybrid.engine import HybridEngine
+    from hybrid.inference.generator import Delta
     from hybrid.inference.params import SamplingParams
     from hybrid.inference.sequence import Completion
     from hybrid.models.ragged import RaggedBatch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Names load on first use, so that `import hybrid.config` (and with it `--help`) never pays for torch.
 _EXPORTS = {
     "Completion": "hybrid.inference.sequence",
+    "Delta": "hybrid.inference.generator",
     "HybridConfig": "hybrid.deepspeed",
     "HybridEngine": "hybrid.engine",
     "InferenceConfig": "hybrid.config",
@@ -37,6 +39,7 @@ _EXPORTS = {
 
 __all__ = [
     "Completion",
+    "Delta",
     "HybridConfig",
     "HybridEngine",
     "InferenceConfig",

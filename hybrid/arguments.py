@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-# DeepSpeed-Chat's spellings of what has the same meaning here.
+# Other spellings, most of them DeepSpeed-Chat's, of what has the same meaning here.
 SYNONYMS = {
     "actor_model_name_or_path": "actor",
     "critic_model_name_or_path": "critic",
@@ -33,6 +33,7 @@ SYNONYMS = {
     "actor_zero_stage": "zero_stage",
     "critic_zero_stage": "zero_stage",
     "inference_tp_size": "tp_size",
+    "num_generations": "n",  # torchrun takes --n for an abbreviation of its own flags
     "deepspeed": "deepspeed_config",
 }
 
@@ -82,6 +83,7 @@ class Flag:
     type: Any
     default: Any
     help: str
+    is_text: bool = False  # of a sequence: each word is one text, commas and all
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -123,6 +125,8 @@ class Flag:
 
     def _parse_sequence(self, value: Any) -> tuple[Any, ...]:
         words = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        if self.is_text:
+            return tuple(map(str, words))
         words = [part for word in words for part in str(word).split(",") if part]
         members = get_args(self.type)
         if members[-1] is Ellipsis:
@@ -175,6 +179,7 @@ def collect_flags(groups: Sequence[type]) -> dict[str, Flag]:
                 type=hints[field.name],
                 default=field.default,
                 help=field.metadata.get("help", ""),
+                is_text=field.metadata.get("is_text", False),
             )
     return flags
 
@@ -262,7 +267,8 @@ def _parse_words(flags: Mapping[str, Flag], argv: Sequence[str], description: st
     namespace, rest = parser.parse_known_args(_ours(flags, argv))
     for word in rest:
         if not word.startswith("-"):
-            raise UsageError(f"{word!r} follows no flag; write it after one, as in --actor smollm2-135m")
+            example = next(iter(flags.values()))
+            raise UsageError(f"{word!r} follows no flag; write it after one, as in --{example.name} {example.default}")
         raise UsageError(_unknown(word, flags))
     given: dict[str, Any] = {}
     for name, value in vars(namespace).items():
@@ -299,7 +305,8 @@ def _add(section: Any, flag: Flag) -> None:
     else:
         metavar = "|".join([option.__name__.upper() for option in flag.options if option in (int, float, str)])
         metavar = "|".join(filter(None, [metavar, *flag.choices])) if not flag.is_sequence else "VALUE"
-        section.add_argument(f"--{flag.name}", nargs="*" if flag.is_sequence else None, metavar=metavar, help=text)
+        nargs, action = ("*" if flag.is_sequence else None), ("extend" if flag.is_text else "store")
+        section.add_argument(f"--{flag.name}", nargs=nargs, action=action, metavar=metavar, help=text)
 
 
 def _ours(flags: Mapping[str, Flag], argv: Sequence[str]) -> list[str]:

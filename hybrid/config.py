@@ -38,9 +38,14 @@ Optimizer = Literal[
 ]
 
 
-def setting(default: T, help: str, *, flag: str | None = None) -> T:
-    """A dataclass field with its help text; ``flag`` is its name on the command line (default: the field's)."""
-    metadata: dict[str, Any] = {"help": help, "flag": flag}
+def setting(default: T, help: str, *, flag: str | None = None, is_text: bool = False) -> T:
+    """A dataclass field with its help text.
+
+    Args:
+        flag: its name on the command line (default: the field's).
+        is_text: a tuple of texts, each taken as it is; others are cut at commas.
+    """
+    metadata: dict[str, Any] = {"help": help, "flag": flag, "is_text": is_text}
     value: Any = field(default=default, metadata=metadata)
     return value
 
@@ -266,6 +271,14 @@ class InferenceConfig:
     kv_memory_fraction: float = setting(0.9, "the part of the free memory that auto takes on a GPU")
     max_tokens_per_step: int = setting(2048, "tokens a step computes at most, prompts and samples together")
     max_num_seqs: int = setting(256, "sequences that run at once at most")
+    prepack_weights: bool = setting(
+        True, "CPU: generate with weights laid out anew for oneDNN, which is faster and takes their memory again"
+    )
+    exact: bool = setting(
+        False,
+        "CPU, tp_size 1: log-probs of generation and training are equal bit for bit, at some cost in speed",
+        flag="exact_logprobs",
+    )
 
     def __post_init__(self) -> None:
         _at_least(
@@ -403,3 +416,76 @@ class PPOSettings(NamedTuple):
     inference: InferenceConfig
     parallel: ParallelConfig
     run: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Text from a model: what it is asked, and where its answers go."""
+
+    model: str = setting("smollm2-135m", "a local directory, a Hub id, or an alias such as llama-2-7b")
+    prompt: tuple[str, ...] = setting((), "a prompt, or several (default: read from standard input)", is_text=True)
+    prompts: str | None = setting(None, "a JSONL, JSON, CSV, Parquet or TXT file of prompts, or a Hub dataset")
+    prompts_config: str | None = setting(None, "the configuration of a Hub dataset, where it has several")
+    prompts_split: str = setting("train", "the split of a Hub dataset")
+    prompt_column: str | None = setting(None, "the column that holds the prompt (default: found by its name)")
+    apply_chat_template: bool = setting(
+        True, "wrap prompts that are plain text in the chat template, if there is one, as a user's message"
+    )
+    system: str | None = setting(None, "a system message that goes before every prompt that has none")
+    output: str | None = setting(
+        None, "a JSONL file for the rows and their completions, in order (default: text on standard output)"
+    )
+    resume: bool = setting(False, "go on behind the rows that output holds already")
+    prompts_per_step: int = setting(128, "prompts that are answered, and then written, at a time, over all ranks")
+    dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
+    )
+    seed: int = setting(0, "seeds every sample; the same seed gives the same text on any number of ranks")
+
+    def __post_init__(self) -> None:
+        _at_least(1, prompts_per_step=self.prompts_per_step)
+        _at_least(0, seed=self.seed)
+        _require(
+            not (self.prompt and self.prompts),
+            f"prompts={self.prompts!r} is a file and prompt={self.prompt[:1]} is given too; set one of the two",
+        )
+        _require(
+            self.output is None or bool(self.prompt or self.prompts),
+            f"output={self.output!r} is for prompts that are known; set --prompts to a file, or --prompt",
+        )
+        _require(
+            self.system is None or self.apply_chat_template,
+            "system is a message of the chat template, which apply_chat_template=False leaves out; set one of the two",
+        )
+        _require(not self.resume or self.output is not None, "resume goes on with output; set --output too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Sampling, by the names and with the meanings of `SamplingParams`, which checks the values."""
+
+    n: int = setting(1, "completions for each prompt; torchrun needs it spelt --num_generations")
+    temperature: float = setting(1.0, "divides the logits; 0 takes the likeliest token")
+    top_k: int = setting(0, "sample among the k likeliest tokens; 0: all")
+    top_p: float = setting(1.0, "sample among the likeliest tokens that together have this probability")
+    min_p: float = setting(0.0, "sample among tokens at least this fraction as likely as the likeliest")
+    repetition_penalty: float = setting(1.0, "makes tokens of the prompt and the completion less likely; 1: none")
+    presence_penalty: float = setting(0.0, "taken from the logits of tokens in the completion")
+    frequency_penalty: float = setting(0.0, "taken from them for each time they are in it")
+    max_tokens: int = setting(256, "new tokens at most")
+    min_tokens: int = setting(0, "new tokens before anything but max_tokens may end a completion")
+    stop: tuple[str, ...] = setting((), "strings that end a completion and are cut off its text", is_text=True)
+    stop_token_ids: tuple[int, ...] = setting((), "ids that end a completion, besides the model's own")
+    ignore_eos: bool = setting(False, "sample past end-of-sequence ids")
+    logprobs: int | None = setting(
+        None, "write each token's log-probability to output, and those of this many of the likeliest at its place"
+    )
+
+
+class GenerateSettings(NamedTuple):
+    """Everything that recipes/generate.py is told."""
+
+    generate: GenerateConfig
+    sampling: SamplingConfig
+    inference: InferenceConfig
+    parallel: ParallelConfig

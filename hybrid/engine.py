@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import time
+from collections.abc import Generator as StepIterator
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, SupportsIndex, cast
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,21 +18,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid.config import InferenceConfig, OptimConfig, ZeroConfig
 from hybrid.deepspeed import HybridConfig
 from hybrid.inference.cache import KVCache
-from hybrid.inference.generator import Generator
+from hybrid.inference.exact import require_exact
+from hybrid.inference.generator import Delta, Generator, GeneratorStats
 from hybrid.inference.params import SamplingParams
+from hybrid.inference.requests import Prompts, encode, one_each, require_positions
 from hybrid.inference.sequence import Completion
 from hybrid.memory_plan import memory_plan
 from hybrid.models.families import head_dim
-from hybrid.models.heads import TokenScores
+from hybrid.models.heads import TokenScores, exact_forward
 from hybrid.models.loading import DType, load_tokenizer, open_causal_lm, resolve_model
 from hybrid.models.plans import tensor_parallel_plan
+from hybrid.models.prepacked import PackedLinears
 from hybrid.models.ragged import RaggedBatch
 from hybrid.models.source import WeightSource
+from hybrid.models.supported import prepare
 from hybrid.models.tensor_parallel import TensorParallelHooks
 from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.zero.model import ShardedModel, StepReport
-
-Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, str]]]
 
 
 class Mode(Enum):
@@ -66,6 +68,7 @@ class FlipReport:
     bytes_allocated: int
     peak_bytes: int
     kv_blocks: int
+    kv_bytes: int
     weights_version: int
 
 
@@ -111,11 +114,15 @@ class HybridEngine:
     ) -> None:
         self.mesh, self.tokenizer, self.inference = mesh, tokenizer, inference or InferenceConfig()
         self.config = module.config.get_text_config(decoder=True)
+        prepare(module)
         self._plan = tensor_parallel_plan(module, mesh.tp_size)
         self.model = ShardedModel(
             module, mesh, zero=zero or ZeroConfig(), optim=optim, plan=self._plan, weights=weights
         )
         self._tensor_parallel = TensorParallelHooks(module, self._plan, mesh)
+        self._packed = PackedLinears(module)
+        if self.inference.exact:
+            require_exact(module, mesh, self.dtype, self.inference.block_size)
         self.mode = Mode.TRAIN
         self.flips: list[FlipReport] = []
         self._generator: Generator | None = None
@@ -133,15 +140,19 @@ class HybridEngine:
         inference: InferenceConfig | None = None,
         dtype: DType = "auto",
         config: HybridConfig | None = None,
+        trains: bool = True,
     ) -> HybridEngine:
         """Load a directory, Hub id or alias; ``optim`` defaults to AdamW with `OptimConfig`'s settings.
 
         Args:
+            trains: False for a model that only generates and scores: no masters, gradients or optimizer state.
             config: all of the others at once, as `HybridConfig.from_deepspeed` reads them.
 
         Raises:
             ValueError: the model cannot be found or laid out; the message says what to set.
         """
+        if optim is not None and not trains:
+            raise ValueError("optim is set, and with trains=False there is no optimizer; leave one of the two out")
         resolved = resolve_model(str(model))
         if config is not None:
             if zero or optim or inference or dtype != "auto":
@@ -161,7 +172,7 @@ class HybridEngine:
                 load_tokenizer(resolved),
                 mesh,
                 zero=zero,
-                optim=optim,
+                optim=optim if trains else None,
                 inference=inference,
                 weights=opened.weights,
             )
@@ -205,7 +216,7 @@ class HybridEngine:
         return _Flip(self, before)
 
     def flip(self, mode: Mode) -> None:
-        """Go to a mode; a no-op in it. Accumulated gradients survive.
+        """Go to a mode; a no-op in it. Accumulated gradients survive; a stream that is open ends with GENERATE.
 
         Raises:
             FlipError: out of memory or a failed collective; the engine is back in TRAIN.
@@ -241,6 +252,7 @@ class HybridEngine:
                 bytes_allocated=max(0, mesh.memory_in_use() - held),
                 peak_bytes=mesh.peak_memory(),
                 kv_blocks=self._num_blocks if self._generator else 0,
+                kv_bytes=self._generator.kv_bytes if self._generator else 0,
                 weights_version=self.weights_version,
             )
         )
@@ -257,12 +269,17 @@ class HybridEngine:
                 ) from error
         self.model.schedule.generating = True
         self._tensor_parallel.enabled = True
+        # In fp32 packed weights add up in another order than the trainer's.
+        packs = self.inference.prepack_weights and not (self.inference.exact and self.dtype == torch.float32)
+        if packs and PackedLinears.supports(self.dtype, self.device):
+            self._packed.pack()
 
     def _descend(self) -> None:
         """KV pool out first, then the slices that are not shards; from any state, and nothing moves between ranks."""
         if self._generator is not None:
             self._generator.close()
             self._generator = None
+        self._packed.drop()
         self._tensor_parallel.enabled = False
         self.model.schedule.generating = False
         self.model.settle()
@@ -283,6 +300,8 @@ class HybridEngine:
                 dtype=self.dtype,
                 device=self.device,
                 weights_version=self.weights_version,
+                vocab_size=self.config.vocab_size,
+                vocab_shard=self._tensor_parallel.vocab_shard,
             )
         except (RuntimeError, MemoryError) as error:
             raise FlipError(f"no KV pool could be built; the flip was rolled back to TRAIN: {error}") from error
@@ -314,6 +333,17 @@ class HybridEngine:
             )
         return int(blocks)
 
+    @property
+    def generation_stats(self) -> GeneratorStats:
+        """What this GENERATE mode has done so far: steps, tokens, cache hits, preemptions, seconds by part.
+
+        Raises:
+            ModeError: the engine is not in GENERATE mode.
+        """
+        if self._generator is None:
+            raise ModeError("generation_stats are those of GENERATE mode: ask inside `with engine.generate_mode():`")
+        return self._generator.stats
+
     # -- generation ----------------------------------------------------------------------------------------------
 
     @property
@@ -331,26 +361,7 @@ class HybridEngine:
         Raises:
             ValueError: text or messages without a tokenizer, or messages without a chat template.
         """
-        if isinstance(prompts, str):
-            raise ValueError(f"prompts is one string ({prompts[:40]!r}); pass a list of prompts")
-        encoded = []
-        for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, str) and all(hasattr(token, "__index__") for token in prompt):
-                # numpy's and torch's integers too
-                encoded.append([operator.index(cast("SupportsIndex", token)) for token in prompt])
-                continue
-            if self.tokenizer is None:
-                raise ValueError(f"prompt {index} is text, and this engine has no tokenizer; pass token ids")
-            if isinstance(prompt, str):
-                encoded.append(self.tokenizer(prompt)["input_ids"])
-            elif self.tokenizer.chat_template is None:
-                raise ValueError(f"prompt {index} is messages, and the tokenizer has no chat template; pass text")
-            else:
-                messages = cast("list[dict[str, str]]", prompt)
-                text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-                # The template writes the special tokens itself; the tokenizer must not write them again.
-                encoded.append(self.tokenizer(cast("str", text), add_special_tokens=False)["input_ids"])
-        return encoded
+        return encode(prompts, self.tokenizer)
 
     def generate(
         self,
@@ -366,6 +377,7 @@ class HybridEngine:
             params: one for all prompts, or one each.
             seeds: one each, for params that carry none. Without either, a call's requests are seeded from the number
                 of calls so far, the replica and the index: repeatable, and never the same twice.
+            progress: show a bar of finished samples and tokens per second, on the first rank for its replica.
 
         Returns:
             ``n`` completions a prompt, prompts in order.
@@ -374,31 +386,76 @@ class HybridEngine:
             ModeError: the engine is not in GENERATE mode.
             ValueError: an empty prompt, a request that cannot fit the model or the pool, or requests that
                 differ within a tensor group.
+            RuntimeError: a stream is being read.
         """
+        generator = self._require_generate("generate")
+        requests = self._requests(prompts, params, seeds)
+        return generator.generate(*requests, progress=progress and self.mesh.is_main)
+
+    def generate_unordered(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> StepIterator[Completion, None, None]:
+        """As `generate`, one completion at a time, each as soon as it has ended. What `stream` says holds here too."""
+        return self._require_generate("generate_unordered").generate_unordered(*self._requests(prompts, params, seeds))
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> StepIterator[Delta, None, None]:
+        """As `generate`, token by token: after each step a delta of every sample that it added to.
+
+        Requests are checked by the call, and run as the iterator is read, one iterator at a time. The ranks of a tensor
+        group read theirs alike, to the same delta. `abort` may end samples in between. Leaving the iterator early, by
+        ``break``, ``close()`` or an exception, frees everything. A flip to TRAIN ends it as well, since the cache goes
+        with the mode; an iterator that is read on after that raises RuntimeError and says so.
+        """
+        return self._require_generate("stream").stream(*self._requests(prompts, params, seeds))
+
+    def abort(self, prompt_index: int | None = None) -> None:
+        """End the samples of one prompt of the stream being read, or all (None), as they are.
+
+        Their finish reason is "abort"; the stream yields their last deltas next. Samples that have ended are left
+        alone. Every rank of a tensor group calls this alike, between the same deltas.
+        """
+        self._require_generate("abort").abort(prompt_index)
+
+    def check_requests(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> None:
+        """What `generate` checks of prompts (token ids) before it runs anything: raises ValueError for the first that
+        could not run, by its index."""
+        generator, requests = self._require_generate("check_requests"), one_each(params, len(prompts))
+        require_positions(prompts, requests, getattr(self.config, "max_position_embeddings", None))
+        generator.check_requests(prompts, requests)
+
+    def _require_generate(self, call: str) -> Generator:
         if self._generator is None:
-            raise ModeError("generate() works on slices: call it inside `with engine.generate_mode():`")
-        params = params or SamplingParams()
-        requests = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(requests) != len(prompts):
-            raise ValueError(f"{len(requests)} params for {len(prompts)} prompts; pass one for all or one each")
+            raise ModeError(f"{call}() works on slices: call it inside `with engine.generate_mode():`")
+        return self._generator
+
+    def _requests(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        seeds: Sequence[int] | None,
+    ) -> tuple[list[list[int]], list[SamplingParams], list[int]]:
+        """Prompts as token ids with their params and seeds, all checked."""
+        requests = one_each(params, len(prompts))
         self._calls += 1
         if seeds is None:
             base = (self._calls << 40) + (self.mesh.dp_rank << 32)
             seeds = [base + index for index in range(len(prompts))]
         encoded = self.encode(prompts)
         self._check_same_requests(encoded, requests, seeds)
-        self._check_lengths(encoded, requests)
-        return self._generator.generate(encoded, requests, list(seeds), progress=progress)
-
-    def _check_lengths(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """Past its last position a model rambles or crashes, and says neither."""
-        limit = getattr(self.config, "max_position_embeddings", None)
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            if limit is not None and len(prompt) + each.max_tokens > limit:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens, which with max_tokens={each.max_tokens} is more than "
-                    f"the model's {limit} positions; shorten the prompt or set a smaller max_tokens"
-                )
+        self.check_requests(encoded, requests)
+        return encoded, requests, list(seeds)
 
     def _check_same_requests(
         self, prompts: list[list[int]], params: list[SamplingParams], seeds: Sequence[int]
@@ -426,12 +483,14 @@ class HybridEngine:
             batch = RaggedBatch.from_sequences(
                 [[*c.prompt_token_ids, *c.token_ids] for c in batch], [len(c.token_ids) for c in batch], self.device
             )
-        return self.model.logprobs(batch, temperature=temperature)
+        with exact_forward(self.inference.exact):
+            return self.model.logprobs(batch, temperature=temperature)
 
     def loss(self, batch: RaggedBatch, normalizer: float | None = None) -> torch.Tensor:
         """See `ShardedModel.loss`."""
         self._require_train("loss")
-        return self.model.loss(batch, normalizer)
+        with exact_forward(self.inference.exact):
+            return self.model.loss(batch, normalizer)
 
     def backward(self, loss: torch.Tensor, reduction: Literal["mean", "sum"] = "mean") -> None:
         """See `ShardedModel.backward`."""

@@ -1,7 +1,8 @@
 """Attention over a flat token axis: packed sequences, KV blocks, and the write into them.
 
-One call each; flash-attn on CUDA where it is installed and can do what is asked, plain torch otherwise. All of it is
-causal: query i of a sequence sees keys up to its own position, and with ``window`` w itself and the w - 1 before it.
+One call each. On CUDA flash-attn where it is installed and can do what is asked, else Triton for KV blocks; on a CPU
+kernels compiled for it (see ``ops.cpu``); plain torch otherwise. All of it is causal: query i of a sequence sees keys
+up to its own position, and with ``window`` w itself and the w - 1 before it.
 """
 
 from __future__ import annotations
@@ -11,35 +12,40 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 import torch
 
+from ops import attention_cpu
 from ops.attention_torch import paged_attention_torch, varlen_attention_torch
 from ops.paged import PagedBatch
 
-BACKENDS = ("flash", "reference")
+BACKENDS = ("flash", "triton", "cpu", "reference")
 # flash-attn's paged kernel reads blocks of a multiple of this many tokens.
 _FLASH_BLOCK = 256
 _override: ContextVar[str | None] = ContextVar("attention_backend", default=None)
 
 
 @functools.cache
-def _default_backend() -> str:
-    return "flash" if torch.cuda.is_available() and importlib.util.find_spec("flash_attn") else "reference"
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
-def backend() -> str:
-    """The backend in use: "flash" or "reference"."""
-    return _override.get() or _default_backend()
+def _allows(name: str) -> bool:
+    return _override.get() in (None, name)
 
 
 @contextmanager
 def override_backend(name: str) -> Iterator[None]:
-    """Use one backend inside the block, for tests and comparisons."""
+    """Use one backend inside the block, or the reference where it cannot do what is asked; for tests."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    if name == "flash" and importlib.util.find_spec("flash_attn") is None:
+    if name == "flash" and not _installed("flash_attn"):
         raise ValueError("attention backend 'flash' needs the flash-attn package; install hybrid[gpu]")
+    if name == "triton" and not _installed("triton"):
+        raise ValueError("attention backend 'triton' needs the triton package; pip install triton")
+    if name == "cpu" and not attention_cpu.is_available():
+        raise ValueError("attention backend 'cpu' needs a C++ compiler; install g++, or set CXX")
     token = _override.set(name)
     try:
         yield
@@ -47,13 +53,27 @@ def override_backend(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
+def key_layout(dtype: torch.dtype, device: torch.device, block_size: int) -> Literal["token", "dim"]:
+    """How a KV cache should keep a block's keys of one head: token by token, or dimension by dimension."""
+    by_dim = _allows("cpu") and attention_cpu.takes_cache(dtype, device, block_size)
+    return "dim" if by_dim else "token"
+
+
 def _flash_takes(query: torch.Tensor) -> bool:
     return (
-        backend() == "flash"
-        and query.is_cuda
+        query.is_cuda
+        and _allows("flash")
+        and _installed("flash_attn")
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] <= 256
     )
+
+
+def _triton_takes(tensor: torch.Tensor) -> bool:
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16) or tensor.shape[-1] > 256:
+        return False
+    forced = _override.get() == "triton"  # through its interpreter, in tests
+    return forced or (tensor.is_cuda and _allows("triton") and _installed("triton"))
 
 
 def varlen_attention(
@@ -66,6 +86,7 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Causal self-attention of S sequences laid end to end; differentiable.
 
@@ -78,10 +99,15 @@ def varlen_attention(
         scale: factor on the scores.
         window: keys a query sees, itself included; None for all.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
+        exact: have the bits that ``paged_attention`` gives each token on a CPU. Its compiled kernels are needed.
 
     Returns:
         (N, q_heads, head_dim)
     """
+    if exact:
+        return attention_cpu.varlen_attention_cpu(
+            query, key, value, cu_seqlens, scale=scale, window=window, softcap=softcap
+        )
     if not _flash_takes(query):
         return varlen_attention_torch(query, key, value, cu_seqlens, scale=scale, window=window, softcap=softcap)
     from flash_attn import flash_attn_varlen_func
@@ -114,22 +140,44 @@ def paged_attention(
     """Causal attention of new tokens over their sequences' KV blocks, which hold the new tokens' own KV already.
 
     Args:
-        query: (N, q_heads, head_dim), the new tokens of S sequences laid end to end: one of each that decodes,
-            several of each that prefills.
-        key_cache: (num_blocks, block_size, kv_heads, head_dim), contiguous as (block, head, token): see KVCache.
-        value_cache: the same shape.
+        query: (N or more, q_heads, head_dim), the new tokens of S sequences laid end to end: one of each that decodes,
+            several of each that prefills; rows past the batch's N tokens give zeros.
+        key_cache: (num_blocks, block_size, kv_heads, head_dim), a head's part of a block together in memory, laid out
+            as ``key_layout`` says.
+        value_cache: the same shape, token by token.
         batch: where the sequences lie.
         scale, window, softcap: as in ``varlen_attention``.
 
     Returns:
-        (N, q_heads, head_dim)
+        (N or more, q_heads, head_dim)
     """
-    if not _flash_takes(query) or key_cache.shape[1] % _FLASH_BLOCK:
-        return paged_attention_torch(query, key_cache, value_cache, batch, scale=scale, window=window, softcap=softcap)
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    if _flash_takes(query) and key_cache.shape[1] % _FLASH_BLOCK == 0:
+        return _paged_attention_flash(query, key_cache, value_cache, batch, **options)
+    if _triton_takes(query):
+        from ops.attention_triton import paged_attention_triton
+
+        return paged_attention_triton(query, key_cache, value_cache, batch, **options)
+    if _allows("cpu") and attention_cpu.reads_cache(key_cache) and attention_cpu.is_available():
+        return attention_cpu.paged_attention_cpu(query, key_cache, value_cache, batch, **options)
+    return paged_attention_torch(query, key_cache, value_cache, batch, **options)
+
+
+def _paged_attention_flash(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(
-        query,
+    output = torch.zeros_like(query)
+    output[: batch.num_tokens] = flash_attn_varlen_func(
+        query[: batch.num_tokens],
         key_cache,
         value_cache,
         cu_seqlens_q=batch.cu_seqlens,
@@ -142,6 +190,7 @@ def paged_attention(
         softcap=softcap or 0.0,
         block_table=batch.block_tables,
     )
+    return output
 
 
 def write_kv(
@@ -151,10 +200,21 @@ def write_kv(
     value_cache: torch.Tensor,
     batch: PagedBatch,
 ) -> None:
-    """Put the new tokens' keys and values (N, kv_heads, head_dim) into their slots, in place."""
+    """Put the new tokens' keys and values (N or more, kv_heads, head_dim) into their slots, in place.
+
+    Rows past the batch's N tokens have no slot and are written nowhere.
+    """
+    if _allows("cpu") and attention_cpu.reads_cache(key_cache) and attention_cpu.is_available():
+        attention_cpu.write_kv_cpu(key, value, key_cache, value_cache, batch)
+        return
+    if _triton_takes(key):
+        from ops.attention_triton import write_kv_triton
+
+        write_kv_triton(key, value, key_cache, value_cache, batch)
+        return
     slots = (batch.slot_blocks, batch.slot_offsets)
-    key_cache.index_put_(slots, key)
-    value_cache.index_put_(slots, value)
+    key_cache.index_put_(slots, key[: batch.num_tokens])
+    value_cache.index_put_(slots, value[: batch.num_tokens])
 
 
 def _flash_window(window: int | None) -> tuple[int, int]:

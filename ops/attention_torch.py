@@ -56,6 +56,7 @@ def paged_attention_torch(
 ) -> torch.Tensor:
     """See ``ops.attention.paged_attention``. Blocks are gathered into a rectangle for each group of sequences."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output[batch.num_tokens :] = 0
     for group in batch.groups:
         rows = query[group.first_row : group.last_row] if group.padded_rows is None else query[group.padded_rows]
         # For one query each, scores written out over fp32 keys are quicker on the CPU than SDPA while contexts are

@@ -12,14 +12,22 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from ops.sampling_cdf import block_sums, row_maxima, target_logprobs
 
 # Logits alive at once where the caller does not say: 128 MiB in fp32, which still gives the matmul hundreds of rows.
 _CHUNK_ELEMENTS = 2**25
 
 
+# A product with fewer rows adds up in another order (on a CPU, in fp32), and a token's log-prob would depend on how
+# many are scored with it.
+_FEWEST_ROWS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """How a row's logits follow from the head's product: scaled, then soft-capped, then divided by the temperature."""
+    """How a row's logits follow from the head's product: scaled, then soft-capped; then come temperatures."""
 
     temperature: float
     softcap: float | None
@@ -27,20 +35,21 @@ class _Logits:
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(C, H), (V, H), (V,) -> (C, V) in fp32: the product in the dtype of ``hidden``, everything after it wide."""
-        product = hidden @ weight.t()
-        if bias is not None:
-            product += bias
-        logits = product.to(_wide(hidden.dtype))
-        if self.softcap is None:
-            return logits.mul_(self.scale / self.temperature)
-        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        num_rows = hidden.shape[0]
+        hidden = pad(hidden, (0, 0, 0, max(0, _FEWEST_ROWS - num_rows)))
+        logits = torch.nn.functional.linear(hidden, weight, bias)[:num_rows].to(_wide(hidden.dtype))
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """(C, V) what it returned -> its derivative by the product, (C, V) or one number for all."""
+        """(C, V) what it returned -> the derivative of that over the temperature by the product, (C, V) or a number."""
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
-        tanh = logits * (self.temperature / self.softcap)
+        tanh = logits / self.softcap
         return tanh.square_().neg_().add_(1.0).mul_(slope)
 
 
@@ -53,16 +62,9 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         cast_weight = weight.to(hidden.dtype)
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = to_logits(hidden[rows], cast_weight, bias)
-            # Subtracting each row's peak first keeps the exponentials finite and the entropy free of cancellation.
-            peak = logits.amax(-1)
-            logits.sub_(peak[:, None])
-            target_logits = logits.gather(1, targets[rows, None]).squeeze(1)
-            exps = logits.exp()
-            total = exps.sum(-1)
-            log_total = total.log()
-            logprobs[rows] = target_logits - log_total
-            entropy[rows] = log_total - exps.mul_(logits).sum(-1) / total
-            log_normaliser[rows] = peak + log_total
+            logprobs[rows], entropy[rows], log_normaliser[rows] = _statistics(
+                logits, targets[rows], to_logits.temperature
+            )
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_normaliser)
         ctx.to_logits, ctx.chunk_rows = to_logits, chunk_rows
         ctx.set_materialize_grads(False)
@@ -84,7 +86,7 @@ class _LinearLogprobEntropy(torch.autograd.Function):
             logits = ctx.to_logits(hidden[rows], cast_weight, bias)
             slope = ctx.to_logits.slope(logits)
             grad = _logits_gradient(
-                logits.sub_(log_normaliser[rows, None]),
+                logits.div_(ctx.to_logits.temperature).sub_(log_normaliser[rows, None]),
                 targets[rows],
                 entropy[rows],
                 None if grad_logprobs is None else grad_logprobs[rows],
@@ -178,6 +180,36 @@ def linear_logprob_entropy_reference(
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def _statistics(
+    logits: torch.Tensor,  # (C, V), overwritten
+    targets: torch.Tensor,  # (C,)
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(C,) log-probs of the targets, entropies and log-normalisers of ``logits / temperature``.
+
+    Log-probs are rounded as a sampler's are, so that equal logits have equal log-probs in generation and in training.
+    """
+    chosen = logits.gather(1, targets[:, None]).squeeze(1)
+    if logits.dtype == torch.float32:
+        maxima = row_maxima(logits)
+        divisors = torch.full_like(maxima, temperature)
+        totals = block_sums(logits, maxima, divisors).cumsum(-1)[:, -1]
+        logprobs, log_total = target_logprobs(chosen, maxima, divisors, totals), totals.log().float()
+        # Subtracting each row's peak first keeps the exponentials finite and the entropy free of cancellation.
+        logits.sub_(maxima[:, None]).div_(temperature)
+        exps = logits.exp()
+        total = totals.float()
+    else:
+        maxima = logits.amax(-1)
+        logits.sub_(maxima[:, None]).div_(temperature)
+        exps = logits.exp()
+        total = exps.sum(-1)
+        log_total = total.log()
+        logprobs = (chosen - maxima) / temperature - log_total
+    entropy = log_total - exps.mul_(logits).sum(-1) / total
+    return logprobs, entropy, maxima / temperature + log_total
 
 
 def _logits_gradient(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,7 +54,8 @@ class PagedGroup:
 class PagedBatch:
     """S sequences, each with some new tokens (N in all) whose keys and values go into its blocks.
 
-    A sequence's context is everything up to and including its last new token.
+    A sequence's context is everything up to and including its last new token. Queries may have rows past the N tokens,
+    which fill up a shape: they belong to no sequence, are written nowhere and attend to nothing.
     """
 
     cu_seqlens: torch.Tensor  # (S + 1,) int32, where each sequence's new tokens start on the flat axis
@@ -65,7 +66,7 @@ class PagedBatch:
     slot_blocks: torch.Tensor  # (N,) int64, the block that takes each new token
     slot_offsets: torch.Tensor  # (N,) int64, and the place in it
     position_ids: torch.Tensor  # (N,) int64
-    groups: tuple[PagedGroup, ...]
+    rectangles: _Rectangles
     buffers: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -96,10 +97,6 @@ class PagedBatch:
         def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
-        groups = []
-        for start, stop in _cut(query_lens, context_lens):
-            layout = _Rectangle(start, stop, query_lens, context_lens, bounds)
-            groups.append(layout.group(block_tables, block_size, num_kv_heads, tensor))
         return cls(
             cu_seqlens=tensor(bounds, torch.int32),
             context_lens=tensor(context_lens, torch.int32),
@@ -109,23 +106,37 @@ class PagedBatch:
             slot_blocks=tensor(block_tables[owners, positions // block_size]),
             slot_offsets=tensor(positions % block_size),
             position_ids=tensor(positions),
-            groups=tuple(groups),
+            rectangles=_Rectangles(query_lens, context_lens, block_tables, bounds, block_size, num_kv_heads, tensor),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.position_ids.numel()
+
+    @property
+    def groups(self) -> tuple[PagedGroup, ...]:
+        """The sequences as rectangles, for kernels that take dense ones."""
+        return self.rectangles.groups()
 
     def gathered(self, name: str, cache: torch.Tensor, group: PagedGroup, dtype: torch.dtype) -> torch.Tensor:
         """(G, kv_heads, L, head_dim) copy of a group's blocks, in a buffer that all layers and groups reuse.
 
-        ``cache`` (num_blocks, block_size, kv_heads, head_dim) must keep a head's tokens of a block together in
-        memory, so that one row of the gather is one contiguous piece and the copy is contiguous by head: attention on
-        the CPU is a third slower on keys that are not.
+        ``cache`` (num_blocks, block_size, kv_heads, head_dim) keeps a head's part of a block together in memory, so
+        that one row of the gather is one contiguous piece. Where that part lies token by token the copy is contiguous
+        by head, and attention on the CPU a third quicker for it.
         """
         num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-        rows = cache.transpose(1, 2).view(num_blocks * num_kv_heads, block_size * head_dim)
+        by_dim = cache.stride(1) == 1 and cache.stride(3) == block_size  # as the CPU kernels read keys
+        rows = cache.permute(0, 2, 3, 1) if by_dim else cache.transpose(1, 2)
+        rows = rows.view(num_blocks * num_kv_heads, block_size * head_dim)
         dense = self._buffer(name, cache.dtype, group, rows)
         torch.index_select(rows, 0, group.block_rows, out=dense)
         if dtype != cache.dtype:
             dense = self._buffer(name, dtype, group, rows).copy_(dense)
-        return dense.view(group.num_sequences, num_kv_heads, group.num_keys, head_dim)
+        if by_dim:
+            dense = dense.view(-1, head_dim, block_size).transpose(1, 2)
+        return dense.reshape(group.num_sequences, num_kv_heads, group.num_keys, head_dim)
 
     def _buffer(self, name: str, dtype: torch.dtype, group: PagedGroup, rows: torch.Tensor) -> torch.Tensor:
         """Room for a group's rows. Fresh memory for each would cost more in page faults than the copy itself."""
@@ -160,34 +171,44 @@ def _cut(query_lens: np.ndarray, context_lens: np.ndarray) -> Iterator[tuple[int
     yield start, len(queries)
 
 
-class _Rectangle:
-    """The index arithmetic of one group: sequences start .. stop - 1."""
+@dataclass(slots=True)
+class _Rectangles:
+    """What the groups of a batch are made from, once somebody asks for them."""
 
-    def __init__(self, start: int, stop: int, query_lens: np.ndarray, context_lens: np.ndarray, bounds: np.ndarray):
-        self.start, self.stop = start, stop
-        self.queries = query_lens[start:stop]
-        self.contexts = context_lens[start:stop]
-        self.bounds = bounds[start : stop + 1]
+    query_lens: np.ndarray  # (S,)
+    context_lens: np.ndarray  # (S,)
+    block_tables: np.ndarray  # (S, B)
+    bounds: np.ndarray  # (S + 1,)
+    block_size: int
+    num_kv_heads: int
+    tensor: Callable[[np.ndarray], torch.Tensor]
+    made: tuple[PagedGroup, ...] | None = None
 
-    def group(self, block_tables: np.ndarray, block_size: int, num_kv_heads: int, tensor) -> PagedGroup:
-        num_queries, longest = int(self.queries.max()), int(self.contexts.max())
-        num_blocks = -(-longest // block_size)
+    def groups(self) -> tuple[PagedGroup, ...]:
+        if self.made is None:
+            self.made = tuple(self._group(*run) for run in _cut(self.query_lens, self.context_lens))
+        return self.made
+
+    def _group(self, start: int, stop: int) -> PagedGroup:
+        """Sequences start .. stop - 1 as one rectangle."""
+        queries, contexts = self.query_lens[start:stop], self.context_lens[start:stop]
+        bounds, heads = self.bounds[start : stop + 1], self.num_kv_heads
+        num_queries, longest = int(queries.max()), int(contexts.max())
+        num_blocks = -(-longest // self.block_size)
         # (G, 1, B) blocks and (kv_heads, 1) heads give rows in the order (sequence, head, block).
-        tables = block_tables[self.start : self.stop, None, :num_blocks]
-        block_rows = tables * num_kv_heads + np.arange(num_kv_heads)[:, None]
-
-        steps = np.minimum(np.arange(num_queries), self.queries[:, None] - 1)  # (G, Q) pad rows repeat the last one
-        is_padded = bool((self.queries < num_queries).any())
-        kept = np.arange(num_queries) < self.queries[:, None]
+        block_rows = self.block_tables[start:stop, None, :num_blocks] * heads + np.arange(heads)[:, None]
+        steps = np.minimum(np.arange(num_queries), queries[:, None] - 1)  # (G, Q) pad rows repeat the last one
+        is_padded = bool((queries < num_queries).any())
+        kept = np.arange(num_queries) < queries[:, None]
         return PagedGroup(
-            first_row=int(self.bounds[0]),
-            last_row=int(self.bounds[-1]),
-            num_sequences=self.stop - self.start,
+            first_row=int(bounds[0]),
+            last_row=int(bounds[-1]),
+            num_sequences=stop - start,
             num_queries=num_queries,
-            num_keys=num_blocks * block_size,
-            is_fresh=not is_padded and bool((self.contexts == num_queries).all()),
-            block_rows=tensor(block_rows.reshape(-1)),
-            query_positions=tensor((self.contexts - self.queries)[:, None] + steps),
-            padded_rows=tensor((self.bounds[:-1, None] + steps).reshape(-1)) if is_padded else None,
-            kept_rows=tensor(np.flatnonzero(kept)) if is_padded else None,
+            num_keys=num_blocks * self.block_size,
+            is_fresh=not is_padded and bool((contexts == num_queries).all()),
+            block_rows=self.tensor(block_rows.reshape(-1)),
+            query_positions=self.tensor((contexts - queries)[:, None] + steps),
+            padded_rows=self.tensor((bounds[:-1, None] + steps).reshape(-1)) if is_padded else None,
+            kept_rows=self.tensor(np.flatnonzero(kept)) if is_padded else None,
         )

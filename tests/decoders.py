@@ -56,7 +56,7 @@ CUT_FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 6},
-    "opt": {**_NO_GROUPS, "intermediate_size": None, "ffn_dim": 48},
+    "opt": {**_NO_GROUPS, "intermediate_size": None, "ffn_dim": 48, "init_std": 0.3},
     "persimmon": _NO_GROUPS,
     "phi": {},
     "phi3": {"sliding_window": 6},
@@ -65,12 +65,103 @@ CUT_FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+# And those that one rank runs: experts, and values that are smaller than keys.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **_EXPERTS,
+        **_LATENT,
+        "head_dim": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": None},
+    "minicpm3": {**_LATENT, "head_dim": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4},
+}
+_THETA = {"rope_theta": 100.0}  # low, so that a few dozen tokens turn far
+_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
+# RoPE scalings, by name: the family, and what its configuration says of them. "Within" and "beyond" are said of the
+# tests' prompts, the longest of which has 33 tokens.
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **_THETA}}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+                **_THETA,
+            }
+        },
+    ),
+    "yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                **_THETA,
+            }
+        },
+    ),
+    "linear in full layers": (
+        "gemma3_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", **_THETA},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "longrope within": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "longrope", **_FACTORS, **_THETA},
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "longrope beyond": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 24,
+                **_FACTORS,
+                **_THETA,
+            }
+        },
+    ),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **_THETA}},
+    ),
+}
+
 
 def tiny_decoder(family: str, attention: str = "hybrid", **overrides: Any) -> PreTrainedModel:
     """A random model of the family; the same weights for each ``attention``."""
     import hybrid.models.attention  # noqa: F401  registers "hybrid"
+    from hybrid.models.rope import rotate_by_sequence
 
-    settings = {**_SHAPE, **CUT_FAMILIES.get(family, {}), **overrides}
+    settings = {**_SHAPE, **CUT_FAMILIES.get(family, {}), **MORE_FAMILIES.get(family, {}), **overrides}
     config = AutoConfig.for_model(family, **{name: value for name, value in settings.items() if value is not None})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
@@ -78,6 +169,8 @@ def tiny_decoder(family: str, attention: str = "hybrid", **overrides: Any) -> Pr
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += _SPREAD * torch.randn(parameter.shape)
+    if attention == "hybrid":
+        rotate_by_sequence(model)
     return model
 
 

@@ -123,7 +123,7 @@ def load_prompts(
     apply_chat_template: bool | None = None,
     overlong: Overlong = "drop",
 ) -> PromptDataset:
-    """Read and tokenise prompts from a JSONL, JSON, CSV or Parquet file, or a Hub dataset (see ``from_rows``).
+    """Read and tokenise prompts from a JSONL, JSON, CSV, Parquet or TXT file, or a Hub dataset (see ``from_rows``).
 
     Raises:
         ValueError: the source is missing, empty, cannot be read, or has no usable column.
@@ -147,6 +147,20 @@ def read_rows(source: str, *, config_name: str | None = None, split: str = "trai
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ValueError(f"prompts {source!r}: there is no such file")
     return _read_hub(source, config_name, split)
+
+
+def prompts_of(
+    rows: Sequence[Row], *, source: str = "the rows given", prompt_column: str | None = None
+) -> list[str | Messages]:
+    """The prompt of each row as it stands: text, or messages up to the last one that is not the assistant's.
+
+    Raises:
+        ValueError: no rows, no usable column (see `PromptDataset.from_rows`), or a row whose prompt is none.
+    """
+    if not rows:
+        raise ValueError(f"{source} holds no rows; a prompt file needs at least one")
+    column = _find_column(rows[0], prompt_column, source)
+    return [_checked(row.get(column), column, number, source) for number, row in enumerate(rows)]
 
 
 def _read_file(source: str, path: Path) -> list[Row]:
@@ -181,6 +195,11 @@ def _parse_jsonl(path: Path) -> list[Row]:
     return rows
 
 
+def _parse_txt(path: Path) -> list[Row]:
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    return [{"prompt": line.rstrip("\r")} for line in lines if line.strip()]
+
+
 def _parse_json(path: Path) -> list[Row]:
     rows = json.loads(path.read_text(encoding="utf-8-sig"))
     if isinstance(rows, dict) and isinstance(rows.get("data"), list):
@@ -207,6 +226,7 @@ _PARSERS: dict[str, Callable[[Path], list[Row]]] = {
     ".json": _parse_json,
     ".csv": _parse_table,
     ".parquet": _parse_table,
+    ".txt": _parse_txt,
 }
 
 

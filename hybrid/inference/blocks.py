@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 # What an indexed block is found by: the content before it, and its own tokens. Contents are numbered, never reused, so
 # that two equal keys are two equal prefixes and no collision can bring back another prompt's block.
-ContentKey = tuple[int, tuple[int, ...]]
+ContentKey = tuple[int | tuple[int, int], tuple[int, ...]]
 
 
 class BlockPool:
@@ -91,6 +91,10 @@ class BlockPool:
         """How many of the blocks someone holds."""
         return sum(self._references[block] > 0 for block in blocks)
 
+    def num_shared(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks more than one holds."""
+        return sum(self._references[block] > 1 for block in blocks)
+
     def _shares_tail(self, blocks: Sequence[int], start: int) -> bool:
         return start % self.block_size != 0 and self._references[blocks[-1]] > 1
 
@@ -106,12 +110,13 @@ class BlockPool:
 
     # -- finding again ----------------------------------------------------------------------------------------------
 
-    def match(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+    def match(self, token_ids: Sequence[int], max_tokens: int, rotation: int = 0) -> list[int]:
         """The longest run of full blocks that hold the keys and values of ``token_ids``' first tokens.
 
-        At most ``max_tokens`` tokens long. The blocks are not held yet: ``share`` them.
+        At most ``max_tokens`` tokens long. The blocks are not held yet: ``share`` them. Keys that were rotated
+        otherwise (see `Sequence.rotation`) are another content.
         """
-        found, content = [], self._root
+        found, content = [], self._root(rotation)
         for start in range(0, max_tokens - self.block_size + 1, self.block_size):
             block = self._block_of_key.get((content, tuple(token_ids[start : start + self.block_size])))
             if block is None:
@@ -120,13 +125,13 @@ class BlockPool:
             content = self._content_of_block[block]
         return found
 
-    def index(self, block: int, parent: int | None, tokens: tuple[int, ...]) -> int:
+    def index(self, block: int, parent: int | None, tokens: tuple[int, ...], rotation: int = 0) -> int:
         """Make a full, computed block findable; ``parent`` is the content before it, None at the start.
 
         Returns:
             the content up to and including it, the parent of the next block.
         """
-        key = (self._root if parent is None else parent, tokens)
+        key = (self._root(rotation) if parent is None else parent, tokens)
         known = self._block_of_key.get(key)
         if known is not None:
             return self._content_of_block[known]
@@ -141,10 +146,9 @@ class BlockPool:
         """The content up to and including a block that ``match`` returned."""
         return self._content_of_block[block]
 
-    @property
-    def _root(self) -> int:
-        # Contents are numbered from 0; the negative numbers are the empty prefixes, one for each weights version.
-        return -1 - self.weights_version
+    def _root(self, rotation: int) -> tuple[int, int]:
+        # Contents are numbers; the empty prefixes, one for each weights version and rotation, are not.
+        return self.weights_version, rotation
 
     # -- proof ------------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,16 @@ import math
 import numpy as np
 import torch
 
+from ops.attention import key_layout
+
 
 class KVCache:
     """Keys and values of every layer in fixed-size blocks.
 
     ``key`` and ``value`` are (layers, num_blocks, block_size, kv_heads, head_dim). In memory a block keeps the tokens
     of one head together, (layers, num_blocks, kv_heads, block_size, head_dim): gathered blocks are then contiguous by
-    head, which SDPA on the CPU reads a third faster, and kernels that take strides see the shape they expect.
+    head, which SDPA on the CPU reads a third faster, and kernels that take strides see the shape they expect. Keys lie
+    (layers, num_blocks, kv_heads, head_dim, block_size) instead where ``ops.attention.key_layout`` says so.
 
     Args:
         num_layers, num_blocks, block_size, num_kv_heads, head_dim: the shape; ``num_kv_heads`` is this rank's.
@@ -31,14 +34,24 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        self.key = _zeros(shape, dtype, torch.device(device)).transpose(2, 3)
-        self.value = _zeros(shape, dtype, torch.device(device)).transpose(2, 3)
+        device = torch.device(device)
+        by_token = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        by_dim = (num_layers, num_blocks, num_kv_heads, head_dim, block_size)
+        self.keys_by_dim = key_layout(dtype, device, block_size) == "dim"
+        keys = _zeros(by_dim if self.keys_by_dim else by_token, dtype, device)
+        values = _zeros(by_token, dtype, device)
+        self._memory = (keys, values)
+        self.key = keys.permute(0, 1, 4, 2, 3) if self.keys_by_dim else keys.transpose(2, 3)
+        self.value = values.transpose(2, 3)
 
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one block, keys and values of all layers."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
 
     @property
     def block_size(self) -> int:
@@ -53,8 +66,9 @@ class KVCache:
         if not copies:
             return
         sources, targets = torch.tensor(copies, device=self.key.device).unbind(-1)
-        for tensor in (self.key.transpose(2, 3), self.value.transpose(2, 3)):
-            tensor.index_copy_(1, targets, tensor.index_select(1, sources))
+        for tensor in self._memory:
+            blocks = tensor.flatten(2)  # whole ones, as they lie in memory
+            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

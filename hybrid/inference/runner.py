@@ -19,8 +19,7 @@ class ModelRunner:
 
     Args:
         module: called as ``module(input_ids=(1, N), position_ids=(1, N), use_cache=False, logits_to_keep=(R,))``; its
-            ``logits`` are (1, R, vocabulary). With tensor parallelism it is every rank's, on slices, and returns the
-            full vocabulary on all of them.
+            ``logits`` are (1, R, vocabulary), or this rank's stretch of it.
         cache: this rank's.
         device: of the module.
     """
@@ -40,20 +39,28 @@ class ModelRunner:
             the R chunks that reach the end of their sequence, and their logits (R, vocabulary).
         """
         self.cache.copy_blocks(step.copies)
-        chunks, batch, input_ids, ends = self._lay_out(step.chunks)
+        chunks, batch, ids, ends = self._lay_out(step.chunks)
         sampling = [index for index, chunk in enumerate(chunks) if chunk.reaches_end]
         # The head always gets a row, since one that runs on none is untrodden ground for collectives.
-        rows = torch.from_numpy(ends[sampling or [0]]).to(self.device)
-        with attention_call(PagedCall(self.cache.key, self.cache.value, batch)):
+        rows = ends[sampling or [0]]
+        if self.device.type == "cpu":
+            ids += [0] * (_filled_up(len(ids)) - len(ids))
+            rows = np.pad(rows, (0, _filled_up(len(rows)) - len(rows)), mode="edge")
+        input_ids = torch.tensor(ids, dtype=torch.int64, device=self.device)
+        position_ids = torch.nn.functional.pad(batch.position_ids, (0, len(ids) - batch.num_tokens))
+        prompt_lens = torch.tensor([chunk.sequence.num_prompt_tokens for chunk in chunks], device=self.device)
+        with attention_call(PagedCall(self.cache.key, self.cache.value, batch, prompt_lens)):
             output = self.module(
-                input_ids=input_ids[None], position_ids=batch.position_ids[None], use_cache=False, logits_to_keep=rows
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(rows).to(self.device),
             )
         return [chunks[index] for index in sampling], output.logits[0, : len(sampling)]
 
-    def _lay_out(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch, torch.Tensor, np.ndarray]:
-        """Chunks in the order of the flat axis, where they lie, their ids (N,), and each one's last row (S,)."""
-        # By length, so that decoding sequences of like contexts are neighbours and make few rectangles.
-        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.sequence.num_computed_tokens))
+    def _lay_out(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch, list[int], np.ndarray]:
+        """Chunks in the order of the flat axis, where they lie, their ids (N), and each one's last row (S,)."""
+        chunks = sorted(chunks, key=_by_prefix if self.cache.keys_by_dim else _by_length)
         query_lens = np.array([chunk.num_tokens for chunk in chunks])
         context_lens = query_lens + [chunk.sequence.num_computed_tokens for chunk in chunks]
         block_tables = np.zeros((len(chunks), max(len(chunk.sequence.blocks) for chunk in chunks)), dtype=np.int64)
@@ -73,5 +80,24 @@ class ModelRunner:
             num_kv_heads=self.cache.num_kv_heads,
             device=self.device,
         )
-        input_ids = torch.tensor(ids, dtype=torch.int64, device=self.device)
-        return chunks, batch, input_ids, np.cumsum(query_lens) - 1
+        return chunks, batch, ids, np.cumsum(query_lens) - 1
+
+
+def _filled_up(num_rows: int) -> int:
+    """Rows of a step's tensors on a CPU.
+
+    Under 16 rows a product adds up in another order, so a token would depend on what shares its batch. And oneDNN takes
+    a millisecond for each shape that it has not seen: there are few this way.
+    """
+    tile = 16 if num_rows <= 256 else 64
+    return -(-num_rows // tile) * tile
+
+
+def _by_length(chunk: Chunk) -> tuple[int, int]:
+    """Decoding sequences of like contexts become neighbours, and make few rectangles."""
+    return chunk.num_tokens, chunk.sequence.num_computed_tokens
+
+
+def _by_prefix(chunk: Chunk) -> tuple[bool, tuple[int, int]]:
+    """Decoding samples of one prompt become neighbours, and their prompt is read once for all of them."""
+    return chunk.num_tokens > 1, chunk.sequence.order

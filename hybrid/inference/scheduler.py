@@ -44,6 +44,8 @@ class SampledToken:
     sequence: Sequence
     token_id: int
     logprob: float
+    top_logprobs: dict[int, float] | None = None  # what its sequence's parameters ask for besides
+    raw_logprob: float | None = None
 
 
 class Scheduler:
@@ -66,6 +68,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: list[Sequence] = []  # both oldest first
         self.running: list[Sequence] = []
+        # Whoever computes a prompt that is not computed yet; all that have the same prompt start from it.
+        self._leaders: dict[tuple[int, ...], Sequence] = {}
 
     @property
     def has_work(self) -> bool:
@@ -83,12 +87,17 @@ class Scheduler:
             )
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue one request's samples: the first computes the prompt, the others start from it."""
-        leader, *siblings = sequences
-        leader.siblings = siblings
-        for sibling in siblings:
-            sibling.status = SequenceStatus.SIBLING
-        insort(self.waiting, leader, key=_age)
+        """Queue the samples of one prompt: one computes it, the others start from there.
+
+        Requests with equal prompts, of whatever parameters, are one prompt as long as none has computed it.
+        """
+        for sequence in sequences:
+            leader = self._leaders.setdefault(tuple(sequence.token_ids), sequence)
+            if leader is sequence:
+                insort(self.waiting, sequence, key=_age)
+            else:
+                sequence.status = SequenceStatus.SIBLING
+                leader.siblings.append(sequence)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +119,7 @@ class Scheduler:
             index += 1
         while self.waiting and budget > 0 and not num_preempted:
             sequence = self.waiting[0]
-            cached = self.pool.match(sequence.token_ids, sequence.num_tokens - 1)
+            cached = self.pool.match(sequence.token_ids, sequence.num_tokens - 1, sequence.rotation)
             if self.running and not self._fits(sequence, cached):
                 break
             del self.waiting[0]
@@ -126,18 +135,18 @@ class Scheduler:
         return Step(chunks, copies, num_preempted)
 
     def commit(self, step: Step, sampled: Iterable[SampledToken]) -> None:
-        """Take in what a step computed: counts, findable blocks, new tokens, and samples that start here."""
+        """Take in what a step computed: counts, new tokens, and samples that start here."""
         starting: list[Sequence] = []
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.num_computed_tokens += chunk.num_tokens
-            self._index_full_blocks(sequence)
-            if sequence.siblings and sequence.num_computed_tokens == sequence.num_tokens:
+            if sequence.num_computed_tokens == sequence.num_prompt_tokens and not sequence.num_completion_tokens:
                 starting.append(sequence)
         for leader in starting:
+            self._leaders.pop(tuple(leader.token_ids), None)
             self._start_siblings(leader)
         for token in sampled:
-            token.sequence.append(token.token_id, token.logprob)
+            token.sequence.append(token.token_id, token.logprob, token.top_logprobs, token.raw_logprob)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence, wherever it is, and free its blocks."""
@@ -151,19 +160,25 @@ class Scheduler:
 
     def abort(self, prompt_index: int | None) -> list[Sequence]:
         """End every sample of one prompt, or of all (None); the sequences it ended, oldest first."""
-        found = []
-        for sequence in sorted((*self.running, *self.waiting), key=_age):
-            if prompt_index is None or sequence.prompt_index == prompt_index:
-                found += [sequence, *sequence.siblings]
+        found: list[Sequence] = []
+        for sequence in (*self.running, *self.waiting):
+            everyone = (sequence, *sequence.siblings)
+            ended = [each for each in everyone if prompt_index is None or each.prompt_index == prompt_index]
+            found += ended
+            if sequence in ended:
                 sequence.siblings = []
+                self._lead_on([each for each in everyone if each not in ended], sequence)
+            elif ended:
+                sequence.siblings = [each for each in sequence.siblings if each not in ended]
         for sequence in found:
             self.finish(sequence, "abort")
-        return found
+        return sorted(found, key=_age)
 
     def reset(self) -> None:
         """Forget every sequence and every block's content, whatever state an interruption left them in."""
         self.waiting.clear()
         self.running.clear()
+        self._leaders.clear()
         self.pool.reset()
 
     def check(self) -> None:
@@ -188,6 +203,8 @@ class Scheduler:
         copy = self.pool.extend(sequence.blocks, start, start + num_tokens)
         if copy is not None:
             copies.append(copy)
+        # Found from now on, by prompts of this very step too: each layer writes all keys before it reads any.
+        self._index_full_blocks(sequence, start + num_tokens)
         return Chunk(sequence, num_tokens)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> int:
@@ -218,7 +235,7 @@ class Scheduler:
         insort(self.running, sequence, key=_age)
 
     def _start_siblings(self, leader: Sequence) -> None:
-        """Let the other samples of a request run from its computed prompt, whose blocks they share.
+        """Let those that wait for a prompt run from it now that it is computed; they share its blocks.
 
         Those for which there is no seat wait; they compute what the pool cannot find again once they run.
         """
@@ -237,11 +254,24 @@ class Scheduler:
                 insort(self.waiting, sibling, key=_age)
         leader.siblings = []
 
-    def _index_full_blocks(self, sequence: Sequence) -> None:
+    def _lead_on(self, siblings: list[Sequence], former: Sequence) -> None:
+        """Have the first of those that waited for a prompt compute it, since ``former`` will not."""
+        key = tuple(former.token_ids)
+        if self._leaders.get(key) is former:
+            del self._leaders[key]
+        if siblings:
+            leader, *leader.siblings = siblings
+            leader.move_to(SequenceStatus.WAITING)
+            insort(self.waiting, leader, key=_age)
+            self._leaders[key] = leader
+
+    def _index_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         size = self.pool.block_size
-        for number in range(sequence.num_indexed_blocks, sequence.num_computed_tokens // size):
+        for number in range(sequence.num_indexed_blocks, num_tokens // size):
             tokens = tuple(sequence.token_ids[number * size : (number + 1) * size])
-            sequence.content_id = self.pool.index(sequence.blocks[number], sequence.content_id, tokens)
+            sequence.content_id = self.pool.index(
+                sequence.blocks[number], sequence.content_id, tokens, sequence.rotation
+            )
             sequence.num_indexed_blocks += 1
 
     def _fits(self, candidate: Sequence, cached: list[int]) -> bool:
@@ -255,11 +285,14 @@ class Scheduler:
         for sequence in (*self.running, candidate):
             # What it still takes for the tokens it has, and a copy of the tail for each sample that starts from it.
             num_used += pool.num_blocks_for(sequence.num_tokens) - len(sequence.blocks) + len(sequence.siblings)
-            shared = sequence.num_prompt_tokens // size if sequence.params.n > 1 else 0
-            freed = pool.num_blocks_for(sequence.num_tokens) - shared
-            still_written = sequence.num_remaining_tokens - 1  # the last token is sampled and never computed
-            futures.append((still_written, freed))
-            futures += [(still_written, 1)] * len(sequence.siblings)
+            # What it shares is freed by the last that holds it, which may be long after.
+            if sequence.siblings:
+                shared = sequence.num_prompt_tokens // size
+            else:
+                shared = pool.num_held(cached) if sequence is candidate else pool.num_shared(sequence.blocks)
+            # The last token is sampled and never computed.
+            futures.append((sequence.num_remaining_tokens - 1, pool.num_blocks_for(sequence.num_tokens) - shared))
+            futures += [(sibling.num_remaining_tokens - 1, 1) for sibling in sequence.siblings]
         # All sample a token a step, so those with less to come have ended when one reaches its last token. Walking
         # from the one that lasts longest, `num_alive` are left with `num_kept` blocks besides what they grew by.
         futures.sort(reverse=True)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from hybrid.inference.edits import SequenceEdits
 from hybrid.inference.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -46,6 +47,10 @@ class Completion:
     seed: int  # asked for with n=1, it gives this completion again
     num_cached_tokens: int  # prompt tokens whose keys and values were there already
     weights_version: int
+    # For each token, if its params asked for `logprobs`: the most probable ids, the most probable first, and itself.
+    top_logprobs: list[dict[int, float]] | None = None
+    # (len(token_ids),) fp32, under the model's own distribution, if its params asked for `raw_logprobs`
+    raw_logprobs: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +68,7 @@ class Sequence:
     seed: int
     token_ids: list[int]  # prompt and completion
     num_prompt_tokens: int
+    rotation: int = 0  # what KV blocks of equal tokens must agree in besides (see `rope.prefix_class`)
     status: SequenceStatus = SequenceStatus.WAITING
     siblings: list[Sequence] = field(default_factory=list)  # samples that start from this one's prompt
     blocks: array[int] = field(default_factory=lambda: array("q"))
@@ -71,6 +77,9 @@ class Sequence:
     content_id: int | None = None  # the pool's name for the content of those blocks, None before the first
     num_cached_tokens: int | None = None  # None until it first runs
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # stays empty if not asked for, as the next
+    raw_logprobs: list[float] = field(default_factory=list)
+    edits: SequenceEdits | None = None  # made by the sampler, for parameters that change logits at every step
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -96,9 +105,21 @@ class Sequence:
             raise RuntimeError(f"sequence {self.order} cannot go from {self.status.name} to {status.name}")
         self.status = status
 
-    def append(self, token_id: int, logprob: float) -> None:
+    def append(
+        self,
+        token_id: int,
+        logprob: float,
+        top_logprobs: dict[int, float] | None = None,
+        raw_logprob: float | None = None,
+    ) -> None:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        if top_logprobs is not None:
+            self.top_logprobs.append(top_logprobs)
+        if raw_logprob is not None:
+            self.raw_logprobs.append(raw_logprob)
+        if self.edits is not None:
+            self.edits.add(token_id)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.move_to(SequenceStatus.FINISHED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from ops.paged import PagedBatch
 ATTENTION_NAME = "hybrid"
 
 # Layers whose tokens meet only in this module's function; any other kind would mix the sequences of a flat batch.
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What models hand through to attention that says nothing about who attends to whom.
 _HARMLESS = {
     "cache_position",
+    "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -45,6 +46,7 @@ class RaggedCall:
 
     cu_seqlens: torch.Tensor  # (S + 1,) int32, where each starts; the last entry is N
     max_seqlen: int
+    exact: bool = False  # the bits that a PagedCall gives each token on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,16 @@ class PagedCall:
     key_cache: torch.Tensor  # (layers, num_blocks, block_size, kv_heads, head_dim), laid out as KVCache does
     value_cache: torch.Tensor  # the same
     batch: PagedBatch  # where the new tokens and their contexts lie
+    # (S,) tokens of each sequence's prompt, computed yet or not; for models whose RoPE depends on lengths (see `rope`)
+    prompt_lens: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Active:
     call: RaggedCall | PagedCall
     num_attended: int = 0
+    is_rotated_by_sequence: bool = False
+    written_layers: set[int] = field(default_factory=set)  # whose keys and values are in the KV blocks already
 
 
 _active: ContextVar[_Active | None] = ContextVar("attention_call", default=None)
@@ -93,6 +99,22 @@ def current_call() -> RaggedCall | PagedCall | None:
     """What forward passes run as at present; None outside any context."""
     active = _active.get()
     return None if active is None else active.call
+
+
+def call_to_rotate() -> RaggedCall | PagedCall | None:
+    """`current_call`, for a rotary module that tells its sequences apart; attention checks that theirs did."""
+    active = _active.get()
+    if active is None:
+        return None
+    active.is_rotated_by_sequence = True
+    return active.call
+
+
+def length_dependent_rope(rope_type: Any) -> bool:
+    """Whether a RoPE type of transformers (or one of several, by layer type) chooses its frequencies by the longest
+    sequence of a call."""
+    kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def hybrid_attention(
@@ -134,18 +156,23 @@ def hybrid_attention(
             module, query, key, value, attention_mask, scale, dropout, sliding_window, softcap, causal
         )
     _require_flat(module, query, key, value, attention_mask, dropout, sliding_window, causal)
+    if not active.num_attended and not active.is_rotated_by_sequence:
+        _refuse_length_dependent_rope(module)
     active.num_attended += 1
+    value_dim = value.shape[-1]
+    if value_dim < key.shape[-1]:  # as latent attention has it; the cache holds one size
+        value = nn.functional.pad(value, (0, key.shape[-1] - value_dim))
     flat_q, flat_k, flat_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, head_dim)
     options = {"scale": scale, "window": sliding_window, "softcap": softcap}
     call = active.call
     if isinstance(call, RaggedCall):
-        output = varlen_attention(flat_q, flat_k, flat_v, call.cu_seqlens, call.max_seqlen, **options)
+        output = varlen_attention(flat_q, flat_k, flat_v, call.cu_seqlens, call.max_seqlen, exact=call.exact, **options)
     else:
-        layer = _layer_index(module)
+        layer = _layer_to_write(module, active)
         key_cache, value_cache = call.key_cache[layer], call.value_cache[layer]
         write_kv(flat_k, flat_v, key_cache, value_cache, call.batch)
         output = paged_attention(flat_q, key_cache, value_cache, call.batch, **options)
-    return output[None], None
+    return output[None, ..., :value_dim], None
 
 
 def hybrid_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -157,11 +184,11 @@ def hybrid_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         raise ValueError("attention_mask hides tokens inside attention_call, which has no padding; leave it out")
     if kwargs.get("use_vmap"):
         raise ValueError("the model adds its own rule to the causal mask, which attention_call cannot honour")
-    kinds = set(getattr(kwargs.get("config"), "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = set(getattr(kwargs.get("config"), "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
         raise ValueError(
             f"the model has layers of type {', '.join(sorted(kinds))}, which would mix the sequences of a flat batch; "
-            f"only {' and '.join(sorted(_LAYER_TYPES))} can be run"
+            f"only {' and '.join(sorted(LAYER_TYPES))} can be run"
         )
     return None
 
@@ -234,8 +261,10 @@ def _require_flat(
             f"{name} got queries {tuple(query.shape)} and keys {tuple(key.shape)} inside attention_call; it takes "
             f"(1, N) tokens, self-attention, and use_cache=False"
         )
-    if key.shape[-1] != value.shape[-1]:
-        raise ValueError(f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]}; they must be equal")
+    if key.shape[-1] < value.shape[-1]:
+        raise ValueError(
+            f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]}; values may not be larger than keys"
+        )
     if not causal:
         raise ValueError(f"{name} is not causal, and attention_call is")
     if dropout:
@@ -245,6 +274,19 @@ def _require_flat(
         )
     if window is None and _is_sliding(module):
         raise ValueError(f"{name} has a sliding window that it does not pass to its attention; it is not supported")
+
+
+def _refuse_length_dependent_rope(module: nn.Module) -> None:
+    """Raise if frequencies would be chosen by the longest sequence of the batch for all of them."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return
+    by_layer = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    if any(length_dependent_rope(each.get("rope_type")) for each in by_layer):
+        raise RuntimeError(
+            f"the RoPE of {type(module).__name__} depends on a sequence's length, and its rotary module would take the "
+            "longest one of the batch; prepare the model with hybrid.models.supported.prepare"
+        )
 
 
 def _is_sliding(module: nn.Module) -> bool:
@@ -260,6 +302,18 @@ def _layer_index(module: nn.Module) -> int:
     if index is None:
         raise ValueError(f"{type(module).__name__} has no layer_idx, by which its part of the KV cache is found")
     return index
+
+
+def _layer_to_write(module: nn.Module, active: _Active) -> int:
+    """The layer whose part of the KV cache this attention writes: each is written once in a forward pass."""
+    layer = _layer_index(module)
+    if layer in active.written_layers:
+        raise ValueError(
+            f"{type(module).__name__} attends twice as layer {layer} in one forward pass, and the KV cache has one "
+            "place for it; this model cannot generate"
+        )
+    active.written_layers.add(layer)
+    return layer
 
 
 def _refuse_recompute(mask: torch.Tensor | None, query: torch.Tensor, positions: torch.Tensor | None) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.models.matching import Match
 from hybrid.models.source import SafetensorsWeights
+from hybrid.models.supported import prepare, require_supported
 
 
 @contextmanager
@@ -37,12 +38,13 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Pr
     what depends on shapes alone.
 
     Raises:
-        ValueError: transformers has no such model, or it does not use transformers' attention interface.
+        ValueError: transformers has no such model, or it cannot run here (see `supported`).
     """
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{config.model_type} has no causal language model in transformers, so no actor can be made")
     with own_attention_named(config), torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    require_supported(module)
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(_loaded_dtype(module, name, parameter, dtype))
     return module
@@ -62,6 +64,9 @@ def empty_module(
     Args:
         source, where: the directory or Hub id that the generation settings are read from, and how.
         overrides: settings that the configuration gets; it is copied.
+
+    Raises:
+        ValueError: the model cannot run here (see `supported`).
     """
     module = _build(auto_class, config, dtype, overrides)
     module.config.name_or_path = source
@@ -75,6 +80,7 @@ def empty_module(
         data = parameter.to(_loaded_dtype(module, name, parameter, dtype))
         _set(module, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
     module.tie_weights()  # under init_empty_weights a tied parameter becomes two
+    prepare(module)
     if module.can_generate():
         module.generation_config = _generation_config(source, where)
     return module.eval()

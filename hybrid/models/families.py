@@ -135,10 +135,15 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
     """Key/value heads of a decoder; as many as query heads where the family has no grouping."""
     if config.model_type == "gpt_bigcode":  # counts them when it is made, from other heads if it is told its own later
         return 1 if config.multi_query else config.num_attention_heads
+    if config.model_type == "jetmoe":  # each head once for every expert that a token goes to
+        return config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def head_dim(config: PreTrainedConfig) -> int:
+    """Elements of a query or key head; values have as many or, in latent attention, fewer."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

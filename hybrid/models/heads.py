@@ -5,10 +5,14 @@ The body of the model runs on the batch's flat token axis; the heads run on the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid.models.attention import RaggedCall, attention_call
@@ -21,7 +25,22 @@ _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "l
 _SCALE_EXCEPTIONS = {("hyperclovax", "logits_scaling"): 1, ("mpt", "logit_scale"): 0}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 
-_SCORE_HEADS = ("score", "classifier")
+SCORE_HEADS = ("score", "classifier")
+
+
+# As many rows, or a multiple of them, as products need to have the same bits in each whatever the others are.
+_EXACT_ROWS = 16
+_is_exact: ContextVar[bool] = ContextVar("exact_forward", default=False)
+
+
+@contextmanager
+def exact_forward(enabled: bool = True) -> Iterator[None]:
+    """Inside the block, hidden states have the bits that generation on a CPU gives them, if ``enabled``."""
+    token = _is_exact.set(enabled)
+    try:
+        yield
+    finally:
+        _is_exact.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +133,17 @@ def hidden_states(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:
             f"{type(module).__name__} has no body named {module.base_model_prefix!r} under its head; "
             "load it with AutoModelForCausalLM or AutoModelForSequenceClassification"
         )
-    with attention_call(RaggedCall(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)):
-        output = body(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    return output.last_hidden_state[0]
+    exact = _is_exact.get()
+    input_ids, position_ids, cu_seqlens = batch.input_ids, batch.position_ids, batch.cu_seqlens
+    fill = -batch.num_tokens % _EXACT_ROWS if exact else 0
+    if fill:  # a sequence of its own, whose rows nobody reads
+        input_ids = pad(input_ids, (0, fill))
+        position_ids = torch.cat((position_ids, torch.arange(fill, device=position_ids.device)))
+        cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + fill))
+    call = RaggedCall(cu_seqlens=cu_seqlens, max_seqlen=max(batch.max_seqlen, fill), exact=exact)
+    with attention_call(call):
+        output = body(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
+    return output.last_hidden_state[0, : batch.num_tokens]
 
 
 def output_head(module: PreTrainedModel) -> OutputHead:
@@ -155,10 +182,10 @@ def score_head(module: PreTrainedModel) -> nn.Module:
     Raises:
         ValueError: the model has no such head, or it has more than one output.
     """
-    head = next((head for name in _SCORE_HEADS if isinstance(head := getattr(module, name, None), nn.Module)), None)
+    head = next((head for name in SCORE_HEADS if isinstance(head := getattr(module, name, None), nn.Module)), None)
     if head is None:
         raise ValueError(
-            f"{type(module).__name__} has no score head (looked for {', '.join(_SCORE_HEADS)}); "
+            f"{type(module).__name__} has no score head (looked for {', '.join(SCORE_HEADS)}); "
             "load it with AutoModelForSequenceClassification and num_labels=1"
         )
     if module.config.num_labels != 1:

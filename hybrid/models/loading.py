@@ -38,6 +38,7 @@ from hybrid.models.source import (
     ZeroTensor,
     read_headers,
 )
+from hybrid.models.supported import prepare
 from hybrid.parallel import uses_cuda
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
@@ -226,6 +227,7 @@ def _load(
             )
     except OSError as error:
         raise ValueError(f"model {resolved.name!r} could not be loaded: {_first_line(error)}") from error
+    prepare(model)
     missing = sorted(info["missing_keys"])
     _check_body(model, missing, resolved)
     # A tied head is reported as missing by some versions; it shares the embedding's storage and is not.

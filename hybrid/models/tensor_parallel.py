@@ -1,8 +1,9 @@
 """What tensor-parallel generation adds to a model, from outside: collectives as hooks, and local numbers of heads.
 
-Row-parallel projections yield partial sums, the embedding yields rows of its own stretch of the vocabulary, the LM head
-yields its own stretch of the logits, and a norm over all heads sees the heads of its rank. The hooks are installed once
-and act in generation alone; with a tensor group of one rank there are none.
+Row-parallel projections yield partial sums, the embedding yields rows of its own stretch of the vocabulary, and a norm
+over all heads sees the heads of its rank. The LM head yields its own stretch of the logits: the generator samples from
+stretches (`TensorParallelHooks.vocab_shard`), and any other forward gets them all. The hooks are installed once and act
+in generation alone; with a tensor group of one rank there are none.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from hybrid.layout import ParamLayout, split_units
+from hybrid.models.attention import PagedCall, current_call
 from hybrid.models.plans import ModelPlan
 from hybrid.parallel import ParallelMesh
+from ops.sampling_cdf import VocabShard
 
 _CONFIG = "config."
 
@@ -42,6 +45,7 @@ class TensorParallelHooks:
         self._norms: dict[nn.Module, _CutNorm] = {}
         self._local: list[tuple[nn.Module, str, int]] = []  # attributes of modules, and this rank's numbers
         self._replaced: list[tuple[nn.Module, str, Any]] = []  # what they were before
+        self._head_bounds: tuple[int, ...] = ()  # of the ranks' stretches of the logits; none where they are whole
         if mesh.tp_size == 1:
             return
         for name in plan.row_parallel:
@@ -58,6 +62,9 @@ class TensorParallelHooks:
             embedding.register_forward_pre_hook(self._localise_ids)
             embedding.register_forward_hook(self._sum_rows)
         if plan.lm_head is not None:
+            # A tied head goes by the embedding's name.
+            weight = plan.params.get(f"{plan.lm_head}.weight") or plan.params[f"{plan.embedding}.weight"]
+            self._head_bounds = split_units(weight.shape[0], mesh.tp_size)
             module.get_submodule(plan.lm_head).register_forward_hook(self._gather_vocabulary)
 
     @property
@@ -73,6 +80,17 @@ class TensorParallelHooks:
         self._restore_attributes()
         if enabled:
             self._localise_attributes()
+
+    @property
+    def vocab_shard(self) -> VocabShard | None:
+        """The stretch of the logits that this rank's paged forwards yield; None where they yield them all."""
+        if not self._head_bounds:
+            return None
+        start, stop = self._stretch(self._head_bounds)
+        return VocabShard(self._mesh.tp_rank, start, stop, self._head_bounds[-1], self._gather_rows)
+
+    def _stretch(self, bounds: tuple[int, ...]) -> tuple[int, int]:
+        return bounds[self._mesh.tp_rank], bounds[self._mesh.tp_rank + 1]
 
     # -- numbers of heads ----------------------------------------------------------------------------------------
 
@@ -133,7 +151,7 @@ class TensorParallelHooks:
         if not self._enabled:
             return None
         ids, *rest = args
-        start, stop = self._vocab_bounds[self._mesh.tp_rank : self._mesh.tp_rank + 2]
+        start, stop = self._stretch(self._vocab_bounds)
         self._foreign_ids = (ids < start) | (ids >= stop)
         return ((ids - start).masked_fill(self._foreign_ids, 0), *rest)
 
@@ -143,14 +161,20 @@ class TensorParallelHooks:
         output = output.masked_fill(self._foreign_ids.unsqueeze(-1), 0.0)
         return self._mesh.all_reduce(output, axis="tensor")
 
+    def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(R, k) of each rank -> (T, R, k)."""
+        gathered = tensor.new_empty(self._mesh.tp_size, *tensor.shape)
+        self._mesh.all_gather(gathered.view(-1), "tensor", piece=tensor.contiguous().view(-1))
+        return gathered
+
     def _gather_vocabulary(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if not self._enabled:
+        if not self._enabled or isinstance(current_call(), PagedCall):
             return None
         *lead, width = output.shape
         rows = output.numel() // width if width else 0
         # Vocabulary first, so that each rank's stretch is one contiguous range even where stretches are uneven.
-        gathered = output.new_empty(self._vocab_bounds[-1], rows)
-        start, stop = self._vocab_bounds[self._mesh.tp_rank : self._mesh.tp_rank + 2]
+        gathered = output.new_empty(self._head_bounds[-1], rows)
+        start, stop = self._stretch(self._head_bounds)
         gathered[start:stop] = output.reshape(rows, width).T
-        self._mesh.all_gather(gathered.view(-1), "tensor", bounds=[bound * rows for bound in self._vocab_bounds])
-        return gathered.T.reshape(*lead, self._vocab_bounds[-1])
+        self._mesh.all_gather(gathered.view(-1), "tensor", bounds=[bound * rows for bound in self._head_bounds])
+        return gathered.T.reshape(*lead, self._head_bounds[-1])

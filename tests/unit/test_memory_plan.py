@@ -187,7 +187,7 @@ def test_a_pool_that_is_set_and_one_that_does_not_fit():
         (tiny_config(), (0, 1), "world_size=0 is too small"),
         (tiny_config(), (8, 8), "tp_size 8 is more than the 6 query heads of llama; set --tp_size to at most 6"),
         (T5Config(), (1, 1), "t5 has no causal language model"),
-        (MambaConfig(), (1, 1), "mamba has no attention heads"),
+        (MambaConfig(), (1, 1), "mamba: .* so it can neither be trained nor generate here"),
         (GPT2Config(), (2, 0), "tp_size=0 is too small"),
         ("/nowhere/at-all", (1, 1), "there is no such directory; a memory plan needs no more of it"),
         (__file__, (1, 1), "is no configuration of a model"),

@@ -31,7 +31,7 @@ def random_prompts(lengths):
 PROMPTS = random_prompts([1, 19, 7, 16, 4, 33])
 
 
-def make_generator(model, *, num_blocks=256, tokenizer=None, eos=(2,), **settings):
+def make_generator(model, *, num_blocks=256, tokenizer=None, eos=(2,), vocab_size=None, **settings):
     config = model.config
     return Generator(
         model,
@@ -45,6 +45,7 @@ def make_generator(model, *, num_blocks=256, tokenizer=None, eos=(2,), **setting
         dtype=torch.float32,
         device="cpu",
         weights_version=7,
+        vocab_size=vocab_size,
     )
 
 
@@ -211,10 +212,10 @@ def test_cached_blocks_of_other_weights_are_not_read():
     assert {(each.weights_version, each.num_cached_tokens) for each in completions} == {(8, 0)}
 
 
-def test_the_head_gets_the_sampled_rows_and_never_none():
+def test_the_head_gets_the_sampled_rows_filled_up_to_a_tile():
     script = Script({}, 10)
     run(make_generator(script, max_tokens_per_step=4), [[5] * 10, [6] * 3], SamplingParams(temperature=0, max_tokens=2))
-    assert script.num_rows == [1, 1, 1, 2, 1]
+    assert script.num_rows == [16] * 5
 
 
 # -- when a completion ends -------------------------------------------------------------------------------------------
@@ -298,6 +299,15 @@ def test_a_stop_string_before_min_tokens_does_not_count_and_is_kept():
     assert (completion.text, completion.token_ids, completion.stop_reason) == ("abcde", ids[:7], "fg")
 
 
+def test_a_stop_string_that_was_complete_before_min_tokens_is_not_found_later():
+    tokenizer = byte_tokenizer()
+    script, ids = spell("abcdefgh", tokenizer)
+    generator = make_generator(script, tokenizer=tokenizer, eos=(0,))
+    params = SamplingParams(temperature=0, max_tokens=6, min_tokens=4, stop=["bc", "long enough to look back"])
+    completion = run(generator, [[0]], params)[0]
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("abcdef", ids[:6], "length")
+
+
 def test_an_unfinished_character_at_the_end_is_shown_as_one():
     tokenizer = byte_tokenizer()
     script, _ = spell("a\u20ac", tokenizer)
@@ -310,12 +320,14 @@ def test_an_unfinished_character_at_the_end_is_shown_as_one():
 
 
 def test_bad_requests_are_refused_before_anything_runs():
-    generator = make_generator(tiny_decoder("llama"), num_blocks=4, block_size=4)
+    generator = make_generator(tiny_decoder("llama"), num_blocks=4, block_size=4, vocab_size=VOCAB_SIZE)
     for prompts, params, message in (
         ([[3], []], [SamplingParams(max_tokens=1)] * 2, "prompt 1 is empty"),
         ([[3], [4] * 15], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)], "prompt 1 needs 5 KV blocks"),
         ([[3]], [SamplingParams(max_tokens=1)] * 2, "1 prompts, 2 params"),
         ([[3]], [SamplingParams(max_tokens=1, stop="a")], "needs a tokenizer"),
+        ([[3], [5, VOCAB_SIZE]], [SamplingParams(max_tokens=1)] * 2, "prompt 1 holds the token id 96 and the model's"),
+        ([[3, -1]], [SamplingParams(max_tokens=1)], "prompt 0 holds the token id -1"),
     ):
         with pytest.raises(ValueError, match=message):
             generator.generate(prompts, params, [0] * len(prompts))
@@ -329,7 +341,7 @@ def test_bad_requests_are_refused_before_anything_runs():
         ("n", 0),
         ("temperature", -1.0),
         ("temperature", float("nan")),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_p", 0.0),
         ("min_p", 1.5),
         ("max_tokens", -1),
@@ -343,34 +355,6 @@ def test_bad_requests_are_refused_before_anything_runs():
 def test_parameters_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=f"^{field}="):
         SamplingParams(**{field: value})
-
-
-def test_abort_between_steps():
-    generator = make_generator(tiny_decoder("llama"))
-    params = [SamplingParams(n=2, max_tokens=10, ignore_eos=True)] * 3
-    finished = []
-    for step, completions in enumerate(generator.stream(PROMPTS[:3], params, [0, 1, 2])):
-        finished += completions
-        generator.check()
-        if step == 3:
-            generator.abort(1)
-    expected = run(make_generator(tiny_decoder("llama")), PROMPTS[:3], params, [0, 1, 2])
-    finished.sort(key=lambda each: (each.prompt_index, each.sample_index))
-    for each, whole in zip(finished, expected, strict=True):
-        aborted = each.prompt_index == 1
-        assert each.finish_reason == ("abort" if aborted else "length")
-        assert each.token_ids == whole.token_ids[: 4 if aborted else 10]
-        assert len(each.logprobs) == len(each.token_ids)
-    generator.check()
-
-
-def test_abort_of_everything_before_the_prompts_are_computed():
-    generator = make_generator(tiny_decoder("llama"), max_tokens_per_step=4)
-    params = [SamplingParams(n=2, max_tokens=10)] * 2
-    steps = generator.stream(PROMPTS[1:3], params, [0, 1])
-    assert next(steps) == []
-    generator.abort()
-    assert [each.token_ids for completions in steps for each in completions] == [[]] * 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
@@ -405,22 +389,6 @@ def test_an_interruption_anywhere_leaves_it_usable(error, where, monkeypatch):
     torch.testing.assert_close(model(ids).logits, tiny_decoder("llama", "eager")(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_an_iterator_left_early_frees_everything_and_two_at_once_are_refused():
-    generator = make_generator(tiny_decoder("llama"))
-    steps = generator.stream(PROMPTS, [GREEDY] * len(PROMPTS), range(len(PROMPTS)))
-    next(steps)
-    with pytest.raises(RuntimeError, match="exhaust or close"):
-        run(generator, PROMPTS, GREEDY)
-    with pytest.raises(RuntimeError, match="cannot change while"):
-        generator.weights_version = 9
-    with pytest.raises(RuntimeError, match="is in use"):
-        generator.close()
-    steps.close()
-    generator.check()
-    assert generator._scheduler.pool.num_free == 256
-    run(generator, PROMPTS, GREEDY)
-
-
 def test_close_drops_the_cache():
     generator = make_generator(tiny_decoder("llama"))
     run(generator, PROMPTS, GREEDY)
@@ -438,3 +406,13 @@ def test_stats_count_what_was_done():
     assert (stats.steps, stats.generated_tokens, stats.prompt_tokens, stats.cached_tokens) == (10, 30, 32, 12)
     assert stats.computed_tokens == 16 + 4 + 2 * 3 * 4
     assert set(stats.seconds) == {"schedule", "forward", "sample"}
+
+
+def test_the_progress_bar_counts_samples_and_tokens(capsys):
+    generator = make_generator(tiny_decoder("llama"))
+    params = [SamplingParams(n=3, max_tokens=100, ignore_eos=True)] * 2
+    generator.generate(PROMPTS[:2], params, [0, 1])
+    assert capsys.readouterr().err == ""
+    generator.generate(PROMPTS[:2], params, [0, 1], progress=True)
+    bar = capsys.readouterr().err
+    assert "0/6" in bar and "tokens/s" in bar

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid.models.attention import ATTENTION_NAME, RaggedCall, attention_call
+from hybrid.models.attention import ATTENTION_NAME, RaggedCall, attention_call, hybrid_attention
 from hybrid.models.ragged import RaggedBatch
 from tests.decoders import FAMILIES, VOCAB_SIZE, tiny_decoder
 
@@ -116,6 +116,13 @@ def test_arguments_that_make_no_sense_inside_a_context_are_refused():
         model(input_ids=ids[:, :3], use_cache=False)
     # An exception leaves no context behind.
     model(input_ids=ids, attention_mask=torch.ones(1, 4))
+
+
+def test_values_that_are_larger_than_keys_are_refused():
+    query, value = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 12)
+    call = RaggedCall(torch.tensor([0, 4], dtype=torch.int32), 4)
+    with pytest.raises(ValueError, match="keys of 8 and values of 12; values may not be larger"), attention_call(call):
+        hybrid_attention(torch.nn.Module(), query, query, value, None)
 
 
 def test_attention_dropout_is_refused_in_training():

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from hybrid.models import empty, loading
 from hybrid.models.empty import skeleton
 from hybrid.models.loading import (
     OpenedModel,
@@ -101,7 +102,12 @@ def check_equal(opened: OpenedModel, loaded: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("family", [*CUT_FAMILIES, *_MORE])
-def test_every_family_equals_what_transformers_loads(family: str, tmp_path: Path) -> None:
+def test_every_family_equals_what_transformers_loads(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some cannot run here, and have something for the reading of files that no other has.
+    for module in (empty, loading):
+        monkeypatch.setattr(module, "prepare", lambda _: None)
     module = make(family)
     torch.manual_seed(1)
     for name, buffer in module.named_buffers():

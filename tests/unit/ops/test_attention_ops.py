@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.attention import backend, override_backend, paged_attention, varlen_attention, write_kv
+from ops.attention import key_layout, override_backend, paged_attention, varlen_attention, write_kv
 from ops.paged import PagedBatch
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -113,7 +113,8 @@ def scattered_blocks(contexts, block_size):
 
 
 def test_backends():
-    with override_backend("reference"):
-        assert backend() == "reference"
-    with pytest.raises(ValueError, match="'fast' is unknown; choose one of flash, reference"), override_backend("fast"):
+    known = "flash, triton, cpu, reference"
+    with pytest.raises(ValueError, match=f"'fast' is unknown; choose one of {known}"), override_backend("fast"):
         pass
+    with override_backend("reference"):
+        assert key_layout(torch.float32, torch.device("cpu"), 16) == "token"
