@@ -30,6 +30,7 @@ from hybrid.models.loading import DType, load_tokenizer, open_causal_lm, resolve
 from hybrid.models.plans import tensor_parallel_plan
 from hybrid.models.prepacked import PackedLinears
 from hybrid.models.ragged import RaggedBatch
+from hybrid.models.rope import depends_on_length
 from hybrid.models.source import WeightSource
 from hybrid.models.supported import prepare
 from hybrid.models.tensor_parallel import TensorParallelHooks
@@ -269,9 +270,7 @@ class HybridEngine:
                 ) from error
         self.model.schedule.generating = True
         self._tensor_parallel.enabled = True
-        # In fp32 packed weights add up in another order than the trainer's.
-        packs = self.inference.prepack_weights and not (self.inference.exact and self.dtype == torch.float32)
-        if packs and PackedLinears.supports(self.dtype, self.device):
+        if PackedLinears.wanted(self.inference, self.dtype, self.device):
             self._packed.pack()
 
     def _descend(self) -> None:
@@ -302,9 +301,14 @@ class HybridEngine:
                 weights_version=self.weights_version,
                 vocab_size=self.config.vocab_size,
                 vocab_shard=self._tensor_parallel.vocab_shard,
+                capture=self.mesh.capture if self._records_steps else None,
             )
         except (RuntimeError, MemoryError) as error:
             raise FlipError(f"no KV pool could be built; the flip was rolled back to TRAIN: {error}") from error
+
+    @property
+    def _records_steps(self) -> bool:
+        return self.device.type == "cuda" and self.inference.cuda_graphs and not depends_on_length(self.module)
 
     @property
     def _local_kv_heads(self) -> int:

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hybrid.config import InferenceConfig, OptimConfig, ParallelConfig, ZeroConfig
 from hybrid.inference.cache import KVCache
+from hybrid.layout import ParamLayout
 from hybrid.models.empty import skeleton
 from hybrid.models.families import head_dim
 from hybrid.models.heads import output_head
 from hybrid.models.loading import DType, resolve_dtype, resolve_model
-from hybrid.models.plans import tensor_parallel_plan
+from hybrid.models.plans import ModelPlan, tensor_parallel_plan
+from hybrid.models.prepacked import PackedLinears
 from hybrid.zero.partition import find_layers, plan_groups
 from hybrid.zero.rehearsal import GroupSizes, PeakBytes, rehearse_training
 from ops.logprob import _CHUNK_ELEMENTS
@@ -74,6 +77,7 @@ class GenerateBytes:
 
     received: int  # what a flip brings to the rank from others
     slices: int  # of weights, beyond the shards
+    packed: int  # of weights again, as oneDNN reads them; on a CPU alone
     kv_block: int
     kv_token: int
     kv_blocks: int  # a number of blocks
@@ -82,7 +86,7 @@ class GenerateBytes:
 
     @property
     def total(self) -> int:
-        return self.slices + self.kv_pool
+        return self.slices + self.packed + self.kv_pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +173,7 @@ def memory_plan(
     plan = tensor_parallel_plan(module, tp_size)
     groups = plan_groups(module, plan, zero, world_size=world_size, tp_size=tp_size)
     head = _head_bytes(module, max_tokens_per_microbatch)
+    packs = device_memory is None and PackedLinears.wanted(inference, groups[0].dtype, torch.device("cpu"))
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     peaks: dict[tuple[GroupSizes, ...], PeakBytes] = {}
     ranks = []
@@ -183,7 +188,10 @@ def memory_plan(
                 rest=_rest_bytes(sizes, optim, buffers),
                 peak=peaks[sizes],
                 head=head,
-                generate=_generate_bytes(sizes, module, plan.num_local_kv_heads(tp_rank), inference),
+                generate=replace(
+                    _generate_bytes(sizes, module, plan.num_local_kv_heads(tp_rank), inference),
+                    packed=_packed_bytes(module, plan, tp_rank, tp_size) if packs else 0,
+                ),
             )
         )
     return MemoryPlan(
@@ -262,12 +270,22 @@ def _generate_bytes(
     return GenerateBytes(
         received=sum(max(0, s.slice_beyond_shard - s.piece) * s.plan.dtype.itemsize for s in sizes),
         slices=sum((s.slice_beyond_shard + s.copies) * s.plan.dtype.itemsize for s in sizes),
+        packed=0,
         kv_block=KVCache.block_bytes(config.num_hidden_layers, inference.block_size, *shape),
         kv_token=KVCache.block_bytes(config.num_hidden_layers, 1, *shape),
         kv_blocks=0,
         kv_pool=0,
         max_tokens=0,
     )
+
+
+def _packed_bytes(module: PreTrainedModel, plan: ModelPlan, tp_rank: int, tp_size: int) -> int:
+    """The slices of all plain linear layers; oneDNN may fill some up to whole tiles."""
+    layouts: dict[torch.Tensor, ParamLayout] = {
+        parameter: plan.params[name] for name, parameter in module.named_parameters()
+    }
+    weights = [layer.weight for layer in module.modules() if type(layer) is nn.Linear]
+    return sum(layouts[weight].part_numel(tp_rank, tp_size) * weight.itemsize for weight in weights)
 
 
 def _with_pools(

@@ -98,6 +98,7 @@ class ParallelMesh:
         self.position = "the start"  # what this rank is about to do with the others, for `wait` to compare
         self.parted = False  # ranks wait for different collectives, which will never end
         self._num_models = 0
+        self._graph_pool: Any = None  # of CUDA graphs' memory, which they share: they never run at the same time
         self._groups: dict[Axis, _Group] = {}
         self._add_axis("world", [list(range(world_size))])
         self._add_axis("tensor", [[d * tp_size + t for t in range(tp_size)] for d in range(self.dp_size)])
@@ -351,6 +352,32 @@ class ParallelMesh:
         """Wait for the device; what is timed afterwards has really happened."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Record the kernels of a call as a CUDA graph.
+
+        Args:
+            compute: works on tensors that stay where they are, and asks nothing of the device.
+
+        Returns:
+            what launches the kernels again, over what those tensors then hold; it gives the tensor that ``compute``
+            returned, overwritten each time. Its memory comes from one pool for all graphs that are alive.
+        """
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):  # libraries set up their workspaces on a first call, which no graph may hold
+            compute()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool):
+            output = compute()
+        self._graph_pool = graph.pool()
+
+        def launch() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return launch
 
     def empty_cache(self) -> None:
         """Give back to the system what the allocator keeps but nobody uses."""

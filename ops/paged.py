@@ -66,7 +66,7 @@ class PagedBatch:
     slot_blocks: torch.Tensor  # (N,) int64, the block that takes each new token
     slot_offsets: torch.Tensor  # (N,) int64, and the place in it
     position_ids: torch.Tensor  # (N,) int64
-    rectangles: _Rectangles
+    rectangles: _Rectangles | None  # None: lengths are known on the device alone, as in a recorded graph
     buffers: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -117,6 +117,8 @@ class PagedBatch:
     @property
     def groups(self) -> tuple[PagedGroup, ...]:
         """The sequences as rectangles, for kernels that take dense ones."""
+        if self.rectangles is None:
+            raise RuntimeError("lengths are on the device alone, so no rectangles can be made; use a kernel that pages")
         return self.rectangles.groups()
 
     def gathered(self, name: str, cache: torch.Tensor, group: PagedGroup, dtype: torch.dtype) -> torch.Tensor:

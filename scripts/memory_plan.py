@@ -129,6 +129,7 @@ def list_lines(rank: RankPlan) -> list[Line]:
         Line("LM head's working memory", gib(rank.head)),
         Line("TRAIN, without activations", gib(rank.train_total), is_total=True),
         Line("slices beyond the shards", gib(generate.slices)),
+        Line("weights packed for oneDNN (CPU)", gib(generate.packed)),
         Line(f"KV cache: {generate.max_tokens:,} tokens of {generate.kv_token / 2**10:g} KiB", gib(generate.kv_pool)),
         Line("GENERATE, without activations", gib(rank.generate_total), is_total=True),
         Line("a flip to GENERATE receives", gib(generate.received)),

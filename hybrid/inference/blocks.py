@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 # What an indexed block is found by: the content before it, and its own tokens. Contents are numbered, never reused, so
 # that two equal keys are two equal prefixes and no collision can bring back another prompt's block.
@@ -91,9 +91,9 @@ class BlockPool:
         """How many of the blocks someone holds."""
         return sum(self._references[block] > 0 for block in blocks)
 
-    def num_shared(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks more than one holds."""
-        return sum(self._references[block] > 1 for block in blocks)
+    def num_shared(self, blocks: Iterable[int], others: Container[int] = ()) -> int:
+        """How many of the blocks more than one holds, or would if someone held ``others`` besides."""
+        return sum(self._references[block] > 1 or block in others for block in blocks)
 
     def _shares_tail(self, blocks: Sequence[int], start: int) -> bool:
         return start % self.block_size != 0 and self._references[blocks[-1]] > 1

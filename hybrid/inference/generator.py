@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from tqdm.auto import tqdm
 
 from hybrid.inference.blocks import BlockPool
 from hybrid.inference.cache import KVCache
+from hybrid.inference.graphs import Capture
 from hybrid.inference.params import SamplingParams
 from hybrid.inference.runner import ModelRunner
 from hybrid.inference.sampler import Sampler
@@ -82,6 +84,7 @@ class Generator:
             ones computed is read again.
         vocab_size: ids beyond it are refused; None where it is not known.
         vocab_shard: this rank's stretch of the vocabulary, where its module's logits are that and no more.
+        capture: `ParallelMesh.capture`, to run decode steps as CUDA graphs.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Generator:
         weights_version: int,
         vocab_size: int | None = None,
         vocab_shard: VocabShard | None = None,
+        capture: Capture | None = None,
     ) -> None:
         device = torch.device(device)
         pool = BlockPool(num_blocks, config.block_size, weights_version)
@@ -107,8 +111,16 @@ class Generator:
         self._scheduler = Scheduler(
             pool, max_tokens_per_step=config.max_tokens_per_step, max_num_seqs=config.max_num_seqs
         )
-        self._runner: ModelRunner | None = ModelRunner(module, cache, device)
         self._model_config = getattr(module, "config", None)
+        positions = getattr(self._model_config, "max_position_embeddings", None) or math.inf
+        self._runner: ModelRunner | None = ModelRunner(
+            module,
+            cache,
+            device,
+            capture=capture,
+            max_num_seqs=config.max_num_seqs,
+            max_context_len=int(min(positions, num_blocks * config.block_size)),
+        )
         self._stop = StopChecker(tokenizer, eos_token_ids)
         self._sampler = Sampler(self._stop.ending_ids, vocab_size=vocab_size, shard=vocab_shard)
         self._vocab_size = vocab_size

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hybrid.inference.cache import KVCache
+from hybrid.inference.graphs import Capture, DecodeGraphs
 from hybrid.inference.scheduler import Chunk, Step
 from hybrid.models.attention import PagedCall, attention_call
 from ops.paged import PagedBatch
@@ -22,12 +24,33 @@ class ModelRunner:
             ``logits`` are (1, R, vocabulary), or this rank's stretch of it.
         cache: this rank's.
         device: of the module.
+        capture: records decode steps (see `DecodeGraphs`); None runs them as all others.
+        max_num_seqs, max_context_len: sequences of a step and tokens of a sequence at most, for recordings.
     """
 
-    def __init__(self, module: Callable[..., Any], cache: KVCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        cache: KVCache,
+        device: torch.device,
+        *,
+        capture: Capture | None = None,
+        max_num_seqs: int = 1,
+        max_context_len: int = 1,
+    ) -> None:
         self.module = module
         self.cache = cache
         self.device = device
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self._graphs = DecodeGraphs(
+                self._decode,
+                capture,
+                max_num_seqs=max_num_seqs,
+                max_context_len=max_context_len,
+                block_size=cache.block_size,
+                device=device,
+            )
 
     # Not inference mode: what a module makes and keeps in a forward (rescaled RoPE tables, gathered weights) would be
     # an inference tensor, which training could not use afterwards.
@@ -41,22 +64,36 @@ class ModelRunner:
         self.cache.copy_blocks(step.copies)
         chunks, batch, ids, ends = self._lay_out(step.chunks)
         sampling = [index for index, chunk in enumerate(chunks) if chunk.reaches_end]
+        if self._graphs is not None and len(sampling) == batch.num_tokens:
+            logits = self._graphs.run(torch.tensor(ids, device=self.device), batch)
+            if logits is not None:
+                return chunks, logits
         # The head always gets a row, since one that runs on none is untrodden ground for collectives.
         rows = ends[sampling or [0]]
         if self.device.type == "cpu":
             ids += [0] * (_filled_up(len(ids)) - len(ids))
             rows = np.pad(rows, (0, _filled_up(len(rows)) - len(rows)), mode="edge")
-        input_ids = torch.tensor(ids, dtype=torch.int64, device=self.device)
-        position_ids = torch.nn.functional.pad(batch.position_ids, (0, len(ids) - batch.num_tokens))
         prompt_lens = torch.tensor([chunk.sequence.num_prompt_tokens for chunk in chunks], device=self.device)
-        with attention_call(PagedCall(self.cache.key, self.cache.value, batch, prompt_lens)):
+        logits = self._forward(
+            torch.tensor(ids, dtype=torch.int64, device=self.device),
+            pad(batch.position_ids, (0, len(ids) - batch.num_tokens)),
+            PagedCall(self.cache.key, self.cache.value, batch, prompt_lens),
+            torch.from_numpy(rows).to(self.device),
+        )
+        return [chunks[index] for index in sampling], logits[: len(sampling)]
+
+    def _forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, call: PagedCall, rows: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Logits of the rows (R,), 0 for all: (R, vocabulary)."""
+        with attention_call(call):
             output = self.module(
-                input_ids=input_ids[None],
-                position_ids=position_ids[None],
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(rows).to(self.device),
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
             )
-        return [chunks[index] for index in sampling], output.logits[0, : len(sampling)]
+        return output.logits[0]
+
+    def _decode(self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        return self._forward(input_ids, position_ids, PagedCall(self.cache.key, self.cache.value, batch), 0)
 
     def _lay_out(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch, list[int], np.ndarray]:
         """Chunks in the order of the flat axis, where they lie, their ids (N), and each one's last row (S,)."""

@@ -280,6 +280,7 @@ class Scheduler:
         if num_seats + 1 + len(candidate.siblings) > self.max_num_seqs:
             return False
         pool, size = self.pool, self.pool.block_size
+        found = set(cached)
         num_used = pool.num_blocks - pool.num_free - pool.num_held(cached)
         futures: list[tuple[int, int]] = []  # (tokens still to be written, blocks freed then) of each sample
         for sequence in (*self.running, candidate):
@@ -288,8 +289,10 @@ class Scheduler:
             # What it shares is freed by the last that holds it, which may be long after.
             if sequence.siblings:
                 shared = sequence.num_prompt_tokens // size
+            elif sequence is candidate:
+                shared = pool.num_held(cached)
             else:
-                shared = pool.num_held(cached) if sequence is candidate else pool.num_shared(sequence.blocks)
+                shared = pool.num_shared(sequence.blocks, found)
             # The last token is sampled and never computed.
             futures.append((sequence.num_remaining_tokens - 1, pool.num_blocks_for(sequence.num_tokens) - shared))
             futures += [(sibling.num_remaining_tokens - 1, 1) for sibling in sequence.siblings]

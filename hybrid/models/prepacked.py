@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from hybrid.config import InferenceConfig
+
 _ROWS = 64  # what the packing is tuned for; any number of rows may then be multiplied
 
 
@@ -23,6 +25,13 @@ class PackedLinears:
     def __init__(self, module: nn.Module) -> None:
         self._layers = [layer for layer in module.modules() if type(layer) is nn.Linear]
         self._packed: list[nn.Linear] = []
+
+    @staticmethod
+    def wanted(inference: InferenceConfig, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether generation of these settings packs the weights."""
+        # In fp32 packed weights add up in another order than the trainer's.
+        is_allowed = inference.prepack_weights and not (inference.exact and dtype == torch.float32)
+        return is_allowed and PackedLinears.supports(dtype, device)
 
     @staticmethod
     def supports(dtype: torch.dtype, device: torch.device) -> bool:

@@ -99,6 +99,8 @@ def check_generate(engine, plan):
         cache = engine._generator._runner.cache
         assert plan.generate.kv_pool == cache.key.nbytes + cache.value.nbytes
         assert plan.generate.kv_pool == plan.generate.kv_token * plan.generate.max_tokens
+        packed = [layer.weight for layer in engine._packed._packed]
+        assert plan.generate.packed == sum(weight.nbytes for weight in packed)
         own = weight_storages(groups)
         copies = [p for p in engine.module.parameters() if p.untyped_storage()._cdata not in own]
         assert plan.generate.slices == weight_bytes(groups) - at_rest + storage_bytes(copies)

@@ -1,5 +1,7 @@
 """The engine on one GPU: the same text as transformers, and a step that trains."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -32,6 +34,20 @@ def reference_tokens(engine):
         ids = torch.tensor([prompt], device=engine.device)
         output = reference.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
         yield output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.gpu
+def test_recorded_decode_steps_sample_the_same(engine):
+    """The same requests often enough for every batch size to be recorded, against a generator that records none."""
+    params = [SamplingParams(n=3, max_tokens=20 + 10 * index, ignore_eos=True) for index in range(len(PROMPTS))]
+    texts = []
+    for records in (True, False):
+        engine.inference = dataclasses.replace(engine.inference, cuda_graphs=records)
+        with engine.generate_mode():
+            for _ in range(3):
+                completions = engine.generate(PROMPTS, params, seeds=[1, 2, 3])
+                texts.append([each.token_ids for each in completions])
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.mark.gpu
