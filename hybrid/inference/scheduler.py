@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from hybrid.inference.blocks import BlockPool
@@ -237,11 +238,11 @@ class Scheduler:
     def _start_siblings(self, leader: Sequence) -> None:
         """Let those that wait for a prompt run from it now that it is computed; they share its blocks.
 
-        Those for which there is no seat wait; they compute what the pool cannot find again once they run.
+        Those that do not fit wait; they compute what the pool cannot find again once they run.
         """
         for sibling in leader.siblings:
             sibling.num_cached_tokens = leader.num_prompt_tokens
-            if len(self.running) < self.max_num_seqs:
+            if self._fits(sibling, leader.blocks):
                 self.pool.share(leader.blocks)
                 sibling.blocks.extend(leader.blocks)
                 sibling.num_computed_tokens = leader.num_computed_tokens
@@ -274,28 +275,30 @@ class Scheduler:
             )
             sequence.num_indexed_blocks += 1
 
-    def _fits(self, candidate: Sequence, cached: list[int]) -> bool:
-        """Whether a waiting sequence has a seat, and blocks even if all run to their ``max_tokens``."""
-        num_seats = sum(1 + len(sequence.siblings) for sequence in self.running)
-        if num_seats + 1 + len(candidate.siblings) > self.max_num_seqs:
+    def _fits(self, candidate: Sequence, cached: Seq[int]) -> bool:
+        """Whether a sequence has a seat, and blocks even if it and all that run go to their ``max_tokens``.
+
+        Those that wait for a leader's prompt are not asked for: each is, when it could start.
+
+        Args:
+            cached: the blocks it would start from; the last of them may be partly filled, and is copied then.
+        """
+        if len(self.running) >= self.max_num_seqs:
             return False
         pool, size = self.pool, self.pool.block_size
         found = set(cached)
+        copied = len(cached) * size > candidate.num_tokens
         num_used = pool.num_blocks - pool.num_free - pool.num_held(cached)
-        futures: list[tuple[int, int]] = []  # (tokens still to be written, blocks freed then) of each sample
-        for sequence in (*self.running, candidate):
-            # What it still takes for the tokens it has, and a copy of the tail for each sample that starts from it.
-            num_used += pool.num_blocks_for(sequence.num_tokens) - len(sequence.blocks) + len(sequence.siblings)
+        num_used += pool.num_blocks_for(candidate.num_tokens) + copied
+        freed = pool.num_blocks_for(candidate.num_tokens) - pool.num_held(cached) + copied
+        # Of each: tokens still to be written (the last is sampled and never computed), and blocks freed then.
+        futures = [(candidate.num_remaining_tokens - 1, freed)]
+        for sequence in self.running:
+            # What it still takes for the tokens it has, a copy of a shared tail included.
+            num_used += pool.num_new_blocks(sequence.blocks, sequence.num_computed_tokens, sequence.num_tokens)
             # What it shares is freed by the last that holds it, which may be long after.
-            if sequence.siblings:
-                shared = sequence.num_prompt_tokens // size
-            elif sequence is candidate:
-                shared = pool.num_held(cached)
-            else:
-                shared = pool.num_shared(sequence.blocks, found)
-            # The last token is sampled and never computed.
+            shared = pool.num_shared(sequence.blocks, found)
             futures.append((sequence.num_remaining_tokens - 1, pool.num_blocks_for(sequence.num_tokens) - shared))
-            futures += [(sibling.num_remaining_tokens - 1, 1) for sibling in sequence.siblings]
         # All sample a token a step, so those with less to come have ended when one reaches its last token. Walking
         # from the one that lasts longest, `num_alive` are left with `num_kept` blocks besides what they grew by.
         futures.sort(reverse=True)

@@ -101,6 +101,33 @@ def test_content_of_other_weights_is_never_found():
     assert pool.match(list(range(8)), 8) == list(again.blocks) != list(holder.blocks)
 
 
+def test_keys_that_are_rotated_otherwise_are_another_content():
+    pool = BlockPool(8, 2)
+    blocks = [array("q"), array("q")]
+    for rotation in (0, 1):
+        pool.extend(blocks[rotation], 0, 4)
+        content = pool.index(blocks[rotation][0], None, (1, 1), rotation)
+        pool.index(blocks[rotation][1], content, (2, 2), rotation)
+    for rotation in (0, 1):
+        assert pool.match([1, 1, 2, 2], 4, rotation) == list(blocks[rotation])
+    assert pool.match([1, 1, 2, 2], 4, 2) == []
+
+
+def test_what_follows_a_block_that_is_gone_is_not_found_under_its_like():
+    """A prefix computed again is another content, so that nothing hangs on it that came after the first one."""
+    pool = BlockPool(4, 2)
+    first = computed(pool, [1, 1, 2, 2])
+    end = first.blocks[1]
+    pool.share([end])
+    pool.release(first.blocks)
+    others = computed(pool, [5, 5, 6, 6, 7, 7])
+    assert pool.match([1, 1, 2, 2], 4) == []
+    pool.release(others.blocks)
+    again = computed(pool, [1, 1])
+    assert pool.match([1, 1, 2, 2], 4) == list(again.blocks)
+    pool.check([again.blocks, [end]])
+
+
 def test_the_least_recently_freed_is_evicted_and_of_a_prefix_the_end_first():
     pool = BlockPool(4, 2)
     old, new = computed(pool, [1, 1, 2, 2]), computed(pool, [3, 3, 4, 4])
@@ -135,7 +162,7 @@ def test_random_operations_lose_nothing(seed):
     chance = random.Random(seed)
     pool = BlockPool(chance.randint(6, 20), chance.choice([1, 3, 4]), weights_version=0)
     size = pool.block_size
-    memory = [[None] * size for _ in range(pool.num_blocks)]
+    memory: list[list] = [[None] * size for _ in range(pool.num_blocks)]
     live: list[Holder] = []
 
     def verify(holder):

@@ -169,7 +169,7 @@ def test_more_samples_than_seats_and_blocks_are_the_same_samples():
     assert tokens_of(run(make_generator(model, max_num_seqs=2), PROMPTS[1:2], params)) == expected
     tight = make_generator(model, block_size=4, num_blocks=9)
     assert tokens_of(run(tight, PROMPTS[1:2], params)) == expected
-    assert tight.stats.preemptions
+    assert not tight.stats.preemptions  # each starts when there are blocks for all of it
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}])

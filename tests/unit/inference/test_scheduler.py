@@ -107,6 +107,27 @@ def test_admission_counts_on_blocks_of_sequences_that_end_before():
         num_steps += 1
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_requests_that_were_let_in_behind_others_are_never_preempted(block_size):
+    """As long as prompts are computed whole: what comes is then known. Three in four trials share prefixes."""
+    stem = [1, 2, 3, 4, 5, 6, 7, 8]
+    for seed in range(80):
+        chance, index = random.Random(seed), 0
+        scheduler = make_scheduler(chance.randint(12, 24), block_size, max_tokens_per_step=1000)
+        while index < 25 or scheduler.has_work:
+            if index < 25 and chance.random() < 0.4:
+                length, max_tokens = chance.randint(1, 8), chance.randint(1, 12)
+                room = scheduler.pool.num_blocks * block_size
+                prompt = [*stem[:length], 100 + index] if seed % 4 else length
+                add(scheduler, index, prompt, max_tokens=min(max_tokens, room - length))
+                index += 1
+            elif scheduler.has_work:
+                step = scheduler.schedule()
+                assert step.num_preempted == 0
+                run(scheduler, step)
+
+
+@pytest.mark.usefixtures("hopeful")
 def test_the_youngest_is_preempted_and_computed_again():
     scheduler = make_scheduler(num_blocks=6)
     samples = add(scheduler, 0, 4, max_tokens=16, n=3)
@@ -142,14 +163,88 @@ def test_a_request_that_can_never_fit_is_refused():
         scheduler.require_fits(10, 8, 3)
 
 
-def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_token():
-    scheduler = make_scheduler()
-    for index, expected in enumerate([8, 4]):
+# -- prefixes found again ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block_size", "num_left"), [(1, 1), (3, 2), (4, 4), (5, 3), (8, 8)])
+def test_of_a_prompt_seen_before_the_last_block_with_its_last_token_is_computed(block_size, num_left):
+    scheduler = make_scheduler(block_size=block_size)
+    for index, expected in enumerate([8, num_left]):
         (sequence,) = add(scheduler, index, list(range(8)), max_tokens=1)
         step = scheduler.schedule()
         assert shape(step) == [(index, expected)]
         run(scheduler, step)
         assert sequence.num_cached_tokens == 8 - expected
+
+
+def test_prompts_of_one_step_share_what_they_begin_with():
+    scheduler = make_scheduler()
+    first, second = *add(scheduler, 0, [*range(8), 50]), *add(scheduler, 1, [*range(8), 60, 61])
+    step = scheduler.schedule()
+    assert shape(step) == [(0, 9), (1, 2)]
+    assert first.blocks[:2] == second.blocks[:2]
+    run(scheduler, step)
+
+
+def test_prompts_whose_hashes_collide_are_two_prompts():
+    other = 5 + 2**61 - 1
+    assert hash((5,) * 8) == hash((other,) * 8)
+    scheduler = make_scheduler()
+    add(scheduler, 0, [5] * 8)
+    add(scheduler, 1, [other] * 8)
+    assert shape(scheduler.schedule()) == [(0, 8), (1, 8)]
+
+
+def test_a_block_that_was_used_again_is_not_found_by_its_old_content():
+    scheduler = make_scheduler(num_blocks=3)
+    prompts = [list(range(9)), list(range(20, 29)), list(range(9))]
+    for index, prompt in enumerate(prompts):
+        add(scheduler, index, prompt, max_tokens=1)
+        step = scheduler.schedule()
+        assert shape(step) == [(index, 9)]
+        run(scheduler, step)
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_one_that_was_preempted_finds_what_is_left_of_its_prefix():
+    scheduler = make_scheduler(num_blocks=6)
+    _, young = add(scheduler, 0, 4, max_tokens=16, n=2)
+    starts = []
+    while scheduler.has_work:
+        was_waiting = young.status is SequenceStatus.WAITING
+        step = scheduler.schedule()
+        if was_waiting and young.status is SequenceStatus.RUNNING:
+            starts.append((young.num_tokens, young.num_computed_tokens))
+        run(scheduler, step)
+    # It had 13 tokens when it first lost its blocks; the three full ones are there again.
+    assert starts[0] == (13, 12)
+    assert all(start == (tokens - 1) // 4 * 4 for tokens, start in starts)
+    assert young.completion_ids == [7] * 16
+
+
+# -- equal prompts ----------------------------------------------------------------------------------------------------
+
+
+def test_requests_with_equal_prompts_compute_it_once():
+    scheduler = make_scheduler(max_tokens_per_step=6)
+    prompt = list(range(9))
+    first = add(scheduler, 0, prompt, max_tokens=5)
+    steps = [scheduler.schedule()]
+    run(scheduler, steps[0])
+    # The prompt is under way by now.
+    others = [*add(scheduler, 1, prompt, max_tokens=2, n=2), *add(scheduler, 2, prompt, max_tokens=1)]
+    for _ in range(2):
+        steps.append(scheduler.schedule())
+        run(scheduler, steps[-1])
+    assert [shape(step) for step in steps] == [[(0, 6)], [(0, 3)], [(0, 1), (1, 1), (1, 1)]]
+    assert [each.num_cached_tokens for each in (*first, *others)] == [0, 9, 9, 9]
+    assert [each.num_completion_tokens for each in (*first, *others)] == [2, 2, 2, 1]
+    # It is computed, so that the next with this prompt finds blocks instead.
+    add(scheduler, 3, prompt)
+    assert shape(scheduler.schedule()) == [(0, 1), (3, 1)]
+
+
+# -- ended in the middle ----------------------------------------------------------------------------------------------
 
 
 def test_abort_frees_samples_that_wait_for_their_prompt_too():
@@ -163,38 +258,80 @@ def test_abort_frees_samples_that_wait_for_their_prompt_too():
     assert shape(scheduler.schedule()) == [(1, 3)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_operations(seed):
-    """Add, abort, step with samples and preemption: every sequence ends as it should and no block is lost."""
-    chance = random.Random(seed)
-    scheduler = make_scheduler(
-        num_blocks=chance.randint(12, 16), block_size=chance.choice([1, 2]), max_tokens_per_step=7, max_num_seqs=5
-    )
-    if seed % 2:
-        # Admission without foresight, so that many are preempted.
-        pool = scheduler.pool
-        scheduler._fits = lambda sequence, _: pool.num_blocks_for(sequence.num_tokens) <= pool.num_free
-    everyone, num_preempted, index = [], 0, 0
-    while index < 300 or scheduler.has_work:
-        roll = chance.random()
-        if roll < 0.3 and index < 300:
-            length, max_tokens = chance.randint(1, 6), chance.randint(1, 6)
-            prompt = [chance.randint(0, 1) for _ in range(length)]
-            everyone += add(scheduler, index, prompt, max_tokens=max_tokens, n=chance.choice([1, 1, 3, 7]))
-            index += 1
-        elif roll < 0.33:
-            scheduler.abort(chance.randint(0, index))
-        elif scheduler.has_work:
-            step = scheduler.schedule()
-            num_preempted += step.num_preempted
-            assert 0 < step.num_tokens <= 7
-            run(scheduler, step, token=chance.randint(0, 1))
-        scheduler.check()
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_prompt_whose_request_is_aborted_is_computed_for_the_others(num_steps):
+    """The next one goes on from the blocks that the first had computed: 4 of its 6 tokens' in whole blocks."""
+    scheduler = make_scheduler(max_tokens_per_step=6)
+    prompt = list(range(9))
+    first = add(scheduler, 0, prompt, n=2)
+    others = [*add(scheduler, 1, prompt, max_tokens=2, n=2), *add(scheduler, 2, prompt, max_tokens=2)]
+    for _ in range(num_steps):
+        run(scheduler, scheduler.schedule())
+    assert scheduler.abort(0) == first
+    scheduler.check()
+    shapes = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        shapes.append(shape(step))
+        run(scheduler, step)
+    started = [[(1, 5)]] if num_steps else [[(1, 6)], [(1, 3)]]
+    assert shapes == [*started, [(1, 1), (1, 1), (2, 1)]]
+    assert [each.completion_ids for each in others] == [[7, 7]] * 3
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
-    for sequence in everyone:
-        assert sequence.status is SequenceStatus.FINISHED
-        assert sequence.finish_reason == "abort" or sequence.num_remaining_tokens == 0
-    assert num_preempted or not seed % 2
+
+
+def test_abort_of_those_that_wait_for_anothers_prompt_leaves_it():
+    scheduler = make_scheduler()
+    prompt = list(range(9))
+    (first,) = add(scheduler, 0, prompt, max_tokens=2)
+    waiting = add(scheduler, 1, prompt, n=2)
+    (last,) = add(scheduler, 2, prompt, max_tokens=2)
+    assert scheduler.abort(1) == waiting
+    scheduler.check()
+    while scheduler.has_work:
+        run(scheduler, scheduler.schedule())
+    assert first.completion_ids == last.completion_ids == [7, 7]
+
+
+@pytest.mark.parametrize("whom", [0, 1, None])
+@pytest.mark.usefixtures("hopeful")
+def test_abort_of_one_that_was_preempted(whom):
+    scheduler = make_scheduler(num_blocks=6)
+    # Of two samples one is preempted, and a request waits behind it.
+    samples = add(scheduler, 0, 4, max_tokens=16, n=2)
+    step = scheduler.schedule()
+    while not step.num_preempted:
+        run(scheduler, step)
+        step = scheduler.schedule()
+    run(scheduler, step)
+    (other,) = add(scheduler, 1, 4, max_tokens=16)
+    assert samples[1].status is other.status is SequenceStatus.WAITING
+    expected = {0: samples, 1: [other], None: [*samples, other]}[whom]
+    assert scheduler.abort(whom) == expected
+    scheduler.check()
+    while scheduler.has_work:
+        run(scheduler, scheduler.schedule())
+    for sequence in (*samples, other):
+        assert sequence.finish_reason == ("abort" if sequence in expected else "length")
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_reset_in_the_middle_of_a_step_forgets_everything():
+    scheduler = make_scheduler(num_blocks=6)
+    prompt = list(range(9))
+    for is_interrupted in (True, False):
+        samples = add(scheduler, 0, prompt, max_tokens=4, n=2)
+        step = scheduler.schedule()
+        # Neither the blocks that are indexed already nor the prompt that is under way are those of the next call.
+        assert shape(step) == [(0, 9)]
+        if is_interrupted:
+            scheduler.reset()
+            scheduler.check()
+            assert scheduler.pool.num_free == 6 and not scheduler.has_work
+    run(scheduler, step)
+    while scheduler.has_work:
+        run(scheduler, scheduler.schedule())
+    assert [each.completion_ids for each in samples] == [[7] * 4] * 2
 
 
 def test_a_transition_that_makes_no_sense_is_refused():
