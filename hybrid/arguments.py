@@ -257,6 +257,15 @@ def plain_warnings() -> None:
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
 
 
+def quieten() -> None:
+    """No progress bars but our own, and of what transformers says only the errors."""
+    from transformers.utils import logging
+
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # datasets, if used at all, is not imported yet
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

@@ -438,6 +438,11 @@ class GenerateConfig:
     )
     resume: bool = setting(False, "go on behind the rows that output holds already")
     prompts_per_step: int = setting(128, "prompts that are answered, and then written, at a time, over all ranks")
+    replicas: int | Literal["auto"] = setting(
+        "auto",
+        "without torchrun, on a CPU: processes that share the prompts out, each with the weights; auto: one for each "
+        "core that a file of prompts keeps busy, while there is memory",
+    )
     dtype: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
     )
@@ -446,6 +451,8 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         _at_least(1, prompts_per_step=self.prompts_per_step)
         _at_least(0, seed=self.seed)
+        if self.replicas != "auto":
+            _at_least(1, replicas=self.replicas)
         _require(
             not (self.prompt and self.prompts),
             f"prompts={self.prompts!r} is a file and prompt={self.prompt[:1]} is given too; set one of the two",

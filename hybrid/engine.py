@@ -58,7 +58,8 @@ class FlipError(RuntimeError):
 class FlipReport:
     """What one flip did on this rank.
 
-    ``milliseconds`` is the whole flip and ``climb_milliseconds`` the part before the KV pool is built.
+    ``milliseconds`` is the whole flip and ``climb_milliseconds`` the part before weights are packed and the KV pool is
+    built.
     ``bytes_received`` is what the collectives of the climb brought here from other ranks, ``bytes_allocated`` the
     growth of memory across the flip (weights and KV pool), ``peak_bytes`` the process's or device's high-water mark.
     """
@@ -271,10 +272,6 @@ class HybridEngine:
                 ) from error
         self.model.schedule.generating = True
         self._tensor_parallel.enabled = True
-        if PackedLinears.wanted(self.inference, self.dtype, self.device):
-            self._packed.pack()
-        if self.device.type == "cpu" and not self.inference.exact:  # its sums are in another order than torch's
-            self._norms.install()
 
     def _descend(self) -> None:
         """KV pool out first, then the slices that are not shards; from any state, and nothing moves between ranks."""
@@ -290,6 +287,10 @@ class HybridEngine:
 
     def _build_generator(self) -> Generator:
         try:
+            if PackedLinears.wanted(self.inference, self.dtype, self.device):
+                self._packed.pack()
+            if self.device.type == "cpu" and not self.inference.exact:  # its sums are in another order than torch's
+                self._norms.install()
             self._num_blocks = self._count_blocks()
             return Generator(
                 self.module,

@@ -8,18 +8,19 @@
 
 One prompt's text is shown as it comes. With --output, each row of the prompts gets a line with its columns and its
 completions, in order, --prompts_per_step rows at a time; --resume goes on behind them. Ranks are replicas that share
-the prompts out, or with --tp_size share each layer.
+the prompts out, or with --tp_size share each layer. On a CPU a long file starts a replica for each core (--replicas).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from hybrid.arguments import input_errors, parse_arguments, plain_warnings
+from hybrid.arguments import input_errors, parse_arguments, plain_warnings, quieten
 from hybrid.config import GenerateConfig, GenerateSettings
 
 if TYPE_CHECKING:
@@ -39,26 +40,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Only now what imports torch, so that --help and a mistyped flag are answered at once.
     from hybrid.parallel import run_main
 
-    run_main(lambda: run(settings, params))
+    run_main(lambda: run(settings, params, [__file__, *(sys.argv[1:] if argv is None else argv)]))
 
 
-def run(settings: GenerateSettings, params: SamplingParams) -> None:
-    from hybrid.data.completions import CompletionsFile, chat_prompts, typed_lines
+def run(settings: GenerateSettings, params: SamplingParams, command: list[str]) -> None:
+    from hybrid.data.completions import chat_prompts
     from hybrid.data.prompts import prompts_of, read_rows
-    from hybrid.engine import HybridEngine
+    from hybrid.launch import local_ranks, replicas_to_start
     from hybrid.models.loading import load_tokenizer, resolve_model
-    from hybrid.parallel import init_parallel
 
     quieten()
-    asked, file = settings.generate, None
-    template = {"apply_chat_template": asked.apply_chat_template, "system": asked.system}
+    asked = settings.generate
     with input_errors():
         rows = [{"prompt": text} for text in asked.prompt]
         if asked.prompts:
             rows = read_rows(asked.prompts, config_name=asked.prompts_config, split=asked.prompts_split)
         texts = prompts_of(rows, source=asked.prompts or "--prompt", prompt_column=asked.prompt_column) if rows else []
-        tokenizer = load_tokenizer(resolve_model(asked.model))
-        prompts = chat_prompts(texts, tokenizer, **template)
+        model = resolve_model(asked.model)
+        template = {"apply_chat_template": asked.apply_chat_template, "system": asked.system}
+        chat = functools.partial(chat_prompts, tokenizer=load_tokenizer(model), **template)
+        prompts = chat(texts)
+        work = {"cache_bytes": int(settings.inference.kv_cache_gb * 2**30), "num_samples": len(prompts) * params.n}
+        count = replicas_to_start(asked.replicas, model=model.source, tp_size=settings.parallel.tp_size, **work)
+    with local_ranks(count, command):
+        reply(settings, params, rows, texts, prompts, chat)
+
+
+def reply(
+    settings: GenerateSettings, params: SamplingParams, rows: list, texts: list, prompts: list, chat: Any
+) -> None:
+    from hybrid.data.completions import CompletionsFile, typed_lines
+    from hybrid.engine import HybridEngine
+    from hybrid.parallel import init_parallel
+
+    asked, file = settings.generate, None
     if asked.output and int(os.environ.get("RANK", "0")) == 0:
         with input_errors(on_all_ranks=False):
             file = CompletionsFile(asked.output, rows, resume=asked.resume, logprobs=params.logprobs is not None)
@@ -71,7 +86,7 @@ def run(settings: GenerateSettings, params: SamplingParams) -> None:
         if not rows:
             for number, line in enumerate(typed_lines(mesh)):
                 try:
-                    encoded = engine.encode(chat_prompts([line], tokenizer, **template))
+                    encoded = engine.encode(chat([line]))
                     show(engine, encoded, [line], params, asked, number)
                 except ValueError as error:  # it is too long, say; the next line may not be
                     if mesh.is_main:
@@ -121,15 +136,6 @@ def show(
     for label, samples in zip(labels, (samples for each in answers for samples in each), strict=True):
         if mesh.is_main:
             print(label + "\n\n".join(sample.text for sample in samples) + "\n", flush=True)
-
-
-def quieten() -> None:
-    """No progress bars but our own, and of what transformers says only the errors."""
-    from transformers.utils import logging
-
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # datasets, if used at all, is not imported yet
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

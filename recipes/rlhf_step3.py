@@ -19,7 +19,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from hybrid.arguments import input_errors, parse_arguments, plain_warnings, save_config, to_flags
+from hybrid.arguments import input_errors, parse_arguments, plain_warnings, quieten, save_config, to_flags
 from hybrid.config import PPOSettings
 from hybrid.deepspeed import DeepSpeedArguments, deepspeed_presets
 
@@ -117,15 +117,6 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
         actor.save_pretrained(output_dir / "actor")
         if recorder is not None:
             recorder.finish(before, after)
-
-
-def quieten() -> None:
-    """No progress bars but our own, and of what transformers says only the errors."""
-    from transformers.utils import logging
-
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # datasets, if used at all, is not imported yet
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

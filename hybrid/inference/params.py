@@ -72,6 +72,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.max_tokens is None:  # in vLLM: up to the model's last position
+            raise ValueError("max_tokens=None is not allowed; set it to the number of new tokens there may be")
         for name, holds, rule in self._rules():
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; set it to {rule}")

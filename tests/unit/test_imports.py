@@ -20,6 +20,7 @@ ROWS = (
     {"hybrid.deepspeed"},
     {"hybrid.layout"},
     {"hybrid.parallel"},
+    {"hybrid.launch"},
     {"hybrid.monitor"},
     {"hybrid.offload"},
     {"hybrid.models"},

@@ -59,6 +59,7 @@ def test_what_was_passed_may_change_afterwards():
         ("presence_penalty", 2.1, "in [-2, 2]"),
         ("frequency_penalty", float("nan"), "in [-2, 2]"),
         ("max_tokens", -1, "0 or more"),
+        ("max_tokens", None, "the number of new tokens there may be"),
         ("min_tokens", 65, "from 0 to max_tokens=64"),
         ("stop", ("a", ""), "not empty"),
         ("stop_token_ids", (-1,), "token ids of 0 or more"),
