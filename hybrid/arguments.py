@@ -107,10 +107,19 @@ class Flag:
     def is_sequence(self) -> bool:
         return get_origin(self.type) is tuple
 
+    @property
+    def is_one_or_more(self) -> bool:
+        """Whether several words may stand where one does: one stays a text, several become a tuple."""
+        return not self.is_sequence and any(get_origin(option) is tuple for option in self.options)
+
     def parse(self, value: Any) -> Any:
         """The field's value for a word, or a list of words, or what YAML made of them."""
         if self.is_sequence:
             return self._parse_sequence(value)
+        if self.is_one_or_more and isinstance(value, (list, tuple)):
+            if len(value) > 1:
+                return tuple(map(str, value))
+            value = value[0] if value else None
         if isinstance(value, (list, tuple, dict)):
             raise UsageError(f"--{self.name} takes one value, not {value!r}")
         if value is None or (self.optional and str(value).lower() in ("none", "null", "")):
@@ -314,7 +323,8 @@ def _add(section: Any, flag: Flag) -> None:
     else:
         metavar = "|".join([option.__name__.upper() for option in flag.options if option in (int, float, str)])
         metavar = "|".join(filter(None, [metavar, *flag.choices])) if not flag.is_sequence else "VALUE"
-        nargs, action = ("*" if flag.is_sequence else None), ("extend" if flag.is_text else "store")
+        nargs = "*" if flag.is_sequence else "+" if flag.is_one_or_more else None
+        action = "extend" if flag.is_text else "store"
         section.add_argument(f"--{flag.name}", nargs=nargs, action=action, metavar=metavar, help=text)
 
 

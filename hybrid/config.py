@@ -5,11 +5,16 @@ Each field carries its help text and, where the command line calls it something 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
-T = TypeVar("T")
+from hybrid.algorithms import PPOConfig
+from hybrid.fields import at_least as _at_least
+from hybrid.fields import finite as _finite
+from hybrid.fields import in_range as _in_range
+from hybrid.fields import positive as _positive
+from hybrid.fields import require as _require
+from hybrid.fields import setting
 
 # Those of transformers' get_scheduler that go by the step alone.
 Schedule = Literal[
@@ -38,42 +43,8 @@ Optimizer = Literal[
 ]
 
 
-def setting(default: T, help: str, *, flag: str | None = None, is_text: bool = False) -> T:
-    """A dataclass field with its help text.
-
-    Args:
-        flag: its name on the command line (default: the field's).
-        is_text: a tuple of texts, each taken as it is; others are cut at commas.
-    """
-    metadata: dict[str, Any] = {"help": help, "flag": flag, "is_text": is_text}
-    value: Any = field(default=default, metadata=metadata)
-    return value
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-def _at_least(minimum: float, **values: float) -> None:
-    for name, value in values.items():
-        _require(value >= minimum, f"{name}={value} is too small; set it to {minimum} or more")
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        _require(value > 0, f"{name}={value} must be positive")
-
-
-def _finite(**values: float) -> None:
-    for name, value in values.items():
-        _require(math.isfinite(value), f"{name}={value} is no finite number")
-
-
-def _in_range(low: float, high: float, *, open_low: bool = False, **values: float) -> None:
-    for name, value in values.items():
-        holds = (low < value if open_low else low <= value) and value <= high
-        _require(holds, f"{name}={value} is out of range; it must be in {'(' if open_low else '['}{low}, {high}]")
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if not value else (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +54,47 @@ class ModelConfig:
     actor: str = setting("smollm2-135m", "the model that is trained and generates")
     critic: str | None = setting(None, "the value model (default: the reward model if there is one, else the actor)")
     ref: str | None = setting(None, "the frozen reference of the KL penalty (default: the actor as it starts)")
-    reward: str | None = setting(None, "a reward model, or a Python function as file.py:function")
+    reward: str | tuple[str, ...] | None = setting(
+        None,
+        "a reward model, a Python function as file.py:function, a server as http://host:port/path, or several of these",
+    )
+    reward_weights: tuple[float, ...] = setting((), "what each of several rewards counts in their sum (default: 1)")
+    reward_timeout: float = setting(
+        60.0,
+        "seconds for each call of a reward function or server: a sample that hangs is masked, a batch is an error; 0: "
+        "no limit",
+    )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
     )
+
+    def __post_init__(self) -> None:
+        _at_least(0, reward_timeout=self.reward_timeout)
+        _finite(**{f"reward_weights[{i}]": weight for i, weight in enumerate(self.reward_weights)})
+        num_rewards = len(self.rewards)
+        _require(
+            not self.reward_weights or len(self.reward_weights) == num_rewards,
+            f"reward_weights={self.reward_weights} are not one for each reward, of which there are {num_rewards}; set "
+            "--reward_weights to as many numbers as --reward has names",
+        )
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The names of all rewards; none: the demo's."""
+        return _names(self.reward)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
-    prompts: str | None = setting(
-        None, "a JSONL, JSON, CSV or Parquet file, or a Hub dataset (default: the built-in demo task)"
+    prompts: str | tuple[str, ...] | None = setting(
+        None,
+        "a JSONL, JSON, CSV or Parquet file, a Hub dataset, or several of these; or a YAML file that lists them, each "
+        "as prompts, weight, prompts_config, prompts_split, prompt_column (default: the built-in demo task)",
+    )
+    prompt_weights: tuple[float, ...] = setting(
+        (), "how often each of several sources is drawn from, beside the others (default: each prompt once an epoch)"
     )
     prompts_config: str | None = setting(None, "the configuration of a Hub dataset, where it has several")
     prompts_split: str = setting("train", "the split of a Hub dataset")
@@ -105,6 +105,22 @@ class DataConfig:
     overlong_prompts: Literal["drop", "truncate", "error"] = setting(
         "drop", "what becomes of a prompt over max_prompt_length: dropped and counted, cut on the left, or an error"
     )
+
+    def __post_init__(self) -> None:
+        for number, weight in enumerate(self.prompt_weights):
+            _finite(**{f"prompt_weights[{number}]": weight})
+            _positive(**{f"prompt_weights[{number}]": weight})
+        num_sources = len(self.sources)
+        _require(
+            not self.prompt_weights or len(self.prompt_weights) == num_sources,
+            f"prompt_weights={self.prompt_weights} are not one for each source of prompts, of which there are "
+            f"{num_sources}; set --prompt_weights to as many numbers as --prompts has names",
+        )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of all sources of prompts; none: the demo's."""
+        return _names(self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,86 +311,6 @@ class InferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig:
-    """PPO, with the defaults of InstructGPT as DeepSpeed-Chat implements it."""
-
-    prompts_per_step: int = setting(16, "prompts per step, over all ranks")
-    num_generations: int = setting(2, "completions sampled for each prompt")
-    num_ppo_epochs: int = setting(1, "passes over each step's samples")
-    num_minibatches: int = setting(1, "optimizer steps per pass")
-    kl_coef: float = setting(0.1, "weight of the per-token KL penalty against the reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k1", "how the KL is estimated from samples (http://joschu.net/blog/kl-approx.html)"
-    )
-    kl_target: float | None = setting(None, "adapt kl_coef towards this KL per sequence (default: kl_coef is constant)")
-    kl_horizon: int = setting(10_000, "samples over which the adaptive kl_coef moves")
-    cliprange: float = setting(0.2, "the policy's probability ratio is clipped to 1 +- this")
-    cliprange_value: float = setting(0.2, "a value's change is clipped to +- this")
-    vf_coef: float = setting(1.0, "weight of the value loss")
-    gamma: float = setting(1.0, "discount per token")
-    lam: float = setting(0.95, "lambda of generalised advantage estimation")
-    reward_clip: float = setting(5.0, "a sequence's reward is clipped to +- this")
-    whiten_advantages: bool = setting(False, "shift and scale a step's advantages to mean 0 and variance 1")
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus")
-    temperature: float = setting(1.0, "sampling temperature, in the loss as in generation")
-    top_k: int = setting(0, "sample among the k likeliest tokens; 0: all")
-    top_p: float = setting(1.0, "sample among the likeliest tokens that together have this probability")
-    max_prompt_length: int = setting(256, "tokens a prompt may have")
-    max_completion_length: int = setting(256, "tokens a completion may have")
-    max_tokens_per_microbatch: int = setting(
-        2048, "tokens per forward and backward pass on a rank; results do not depend on it"
-    )
-    seed: int = setting(0, "seeds the order of the prompts and every sample")
-
-    def __post_init__(self) -> None:
-        _at_least(
-            1,
-            prompts_per_step=self.prompts_per_step,
-            num_generations=self.num_generations,
-            num_ppo_epochs=self.num_ppo_epochs,
-            num_minibatches=self.num_minibatches,
-            kl_horizon=self.kl_horizon,
-            max_prompt_length=self.max_prompt_length,
-            max_completion_length=self.max_completion_length,
-            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
-        )
-        _at_least(
-            0,
-            kl_coef=self.kl_coef,
-            vf_coef=self.vf_coef,
-            entropy_coef=self.entropy_coef,
-            top_k=self.top_k,
-            seed=self.seed,
-        )
-        _positive(
-            cliprange=self.cliprange,
-            cliprange_value=self.cliprange_value,
-            reward_clip=self.reward_clip,
-            temperature=self.temperature,
-        )
-        _finite(
-            kl_coef=self.kl_coef,
-            vf_coef=self.vf_coef,
-            entropy_coef=self.entropy_coef,
-            temperature=self.temperature,
-        )
-        _in_range(0, 1, gamma=self.gamma, lam=self.lam)
-        _in_range(0, 1, open_low=True, top_p=self.top_p)
-        if self.kl_target is not None:
-            _positive(kl_target=self.kl_target)
-        samples = self.prompts_per_step * self.num_generations
-        _require(
-            self.num_minibatches <= samples,
-            f"num_minibatches={self.num_minibatches} is more than the {samples} samples of a step "
-            f"(prompts_per_step x num_generations); set it to {samples} or less",
-        )
-        _require(
-            self.kl_estimator in ("k1", "k2", "k3"),
-            f"kl_estimator={self.kl_estimator!r} is unknown; choose k1, k2 or k3",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The run: how long, and what it leaves behind."""
 
@@ -497,3 +433,127 @@ class GenerateSettings(NamedTuple):
     sampling: SamplingConfig
     inference: InferenceConfig
     parallel: ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplesConfig:
+    """Examples to learn from: where they come from and how they become tokens."""
+
+    data: str | None = setting(
+        None, "a JSONL, JSON, CSV or Parquet file, or a Hub dataset (default: examples of the built-in demo task)"
+    )
+    data_config: str | None = setting(None, "the configuration of a Hub dataset, where it has several")
+    data_split: str = setting("train", "the split of a Hub dataset")
+    eval_data: str | None = setting(None, "examples to evaluate on, as data is (default: eval_size of data)")
+    eval_split: str = setting("test", "the split of a Hub dataset that is eval_data")
+    eval_size: int = setting(0, "examples of data that are held out to evaluate on, where there is no eval_data")
+    apply_chat_template: bool | None = setting(
+        None, "wrap prompts and answers that are plain text in the chat template; messages always are"
+    )
+    max_length: int = setting(1024, "tokens an example may have, prompt and answer together")
+    overlong: Literal["drop", "truncate", "error"] = setting(
+        "drop", "what becomes of an example over max_length: dropped and counted, cut and counted, or an error"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(2, max_length=self.max_length)
+        _at_least(0, eval_size=self.eval_size)
+        _require(
+            not (self.eval_data and self.eval_size),
+            f"eval_data={self.eval_data!r} is what to evaluate on, and eval_size={self.eval_size} would hold out more; "
+            "set one of the two",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig:
+    """Learning from examples, step by step."""
+
+    actor: str = setting(
+        "smollm2-135m", "the model that training starts from: a local directory, a Hub id, or an alias"
+    )
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
+    )
+    num_train_epochs: float = setting(1.0, "passes over the examples, each in another order")
+    examples_per_step: int = setting(16, "examples per optimizer step, over all ranks; a pair is one")
+    max_tokens_per_microbatch: int = setting(
+        4096, "tokens per forward and backward pass on a rank; results do not depend on it"
+    )
+    eval_steps: int = setting(0, "evaluate every this many steps too; 0: before the first and after the last alone")
+    seed: int = setting(0, "seeds the order of the examples, and which are held out")
+
+    def __post_init__(self) -> None:
+        _at_least(1, examples_per_step=self.examples_per_step, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
+        _at_least(0, eval_steps=self.eval_steps, seed=self.seed)
+        _positive(num_train_epochs=self.num_train_epochs)
+        _finite(num_train_epochs=self.num_train_epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Supervised fine-tuning."""
+
+    loss_on: Literal["completions", "all"] = setting(
+        "completions", "the tokens whose loss counts: what the assistant says, or everything"
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            self.loss_on in ("completions", "all"), f"loss_on={self.loss_on!r} is unknown; choose completions or all"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """What is learnt from pairs of a chosen and a rejected answer."""
+
+    objective: Literal["reward", "dpo"] = setting("reward", "reward: a reward model; dpo: the actor itself")
+    ref: str | None = setting(None, "dpo: the frozen reference (default: the actor as it starts)")
+    beta: float = setting(0.1, "dpo: how dear it is to leave the reference")
+    label_smoothing: float = setting(0.0, "dpo: the probability that a pair is the wrong way round")
+
+    def __post_init__(self) -> None:
+        _require(self.objective in ("reward", "dpo"), f"objective={self.objective!r} is unknown; choose reward or dpo")
+        _positive(beta=self.beta)
+        _finite(beta=self.beta)
+        _require(
+            0 <= self.label_smoothing < 0.5,
+            f"label_smoothing={self.label_smoothing} is out of range; it must be in [0, 0.5)",
+        )
+        for name, default in (("ref", None), ("beta", 0.1), ("label_smoothing", 0.0)):
+            _require(
+                self.objective == "dpo" or getattr(self, name) == default,
+                f"{name}={getattr(self, name)} is for dpo, and objective={self.objective} has none; leave it out, or "
+                "set --objective dpo",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnRunConfig(RunConfig):
+    """The run: how long, and what it leaves behind."""
+
+    total_steps: int | None = setting(None, "steps to train for (default: what num_train_epochs come to)")
+    save_steps: int = setting(0, "write a checkpoint to resume from every this many steps; 0: none")
+
+
+class SFTSettings(NamedTuple):
+    """Everything that recipes/rlhf_step1_sft.py is told."""
+
+    learn: LearnConfig
+    examples: ExamplesConfig
+    sft: SFTConfig
+    optim: OptimConfig
+    zero: ZeroConfig
+    run: LearnRunConfig
+
+
+class PreferenceSettings(NamedTuple):
+    """Everything that recipes/rlhf_step2_reward.py is told."""
+
+    learn: LearnConfig
+    examples: ExamplesConfig
+    preference: PreferenceConfig
+    optim: OptimConfig
+    zero: ZeroConfig
+    run: LearnRunConfig

@@ -1,8 +1,9 @@
-"""RLHF step 3: improve a language model with PPO against a reward.
+"""RLHF step 3: improve a language model against a reward, with PPO or another on-policy algorithm.
 
     python recipes/rlhf_step3.py                               # the demo: SmolLM2-135M learns a small task on a CPU
     python recipes/rlhf_step3.py --actor llama-2-7b --prompts prompts.jsonl --reward my_reward.py:score
     python recipes/rlhf_step3.py --actor ./sft --reward ./reward-model --prompts owner/dataset --prompt_column question
+    python recipes/rlhf_step3.py --algorithm grpo --num_generations 8     # or rloo, dr_grpo, dapo, gspo, ...: no critic
     torchrun --nproc-per-node 2 recipes/rlhf_step3.py --zero_stage 3 --tp_size 2
     torchrun --nproc-per-node 8 recipes/rlhf_step3.py --deepspeed_config ds.json --actor ./sft
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hybrid.rl.setup import PPOInputs
 
 # Short samples of a task that a small model learns within minutes.
-DEMO = {"total_steps": 24, "max_prompt_length": 32, "max_completion_length": 8, "whiten_advantages": True}
+DEMO = {"total_steps": 24, "max_prompt_length": 32, "max_completion_length": 8}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
     demo = {} if given.get("prompts") else DEMO
+    if demo and given.get("algorithm", "ppo") == "ppo":  # the others scale advantages in their own way
+        demo = {**demo, "whiten_advantages": True}
     return {**demo, **deepspeed_presets(given)}
 
 
@@ -111,7 +114,8 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
                     drop_old_checkpoints(output_dir, settings.run.save_total_limit, step)
 
     trainer.callbacks = [after_step]
-    with recorder or contextlib.nullcontext():  # closed before an error is printed, or the bar would be drawn again
+    # Closed before an error is printed, or the bar would be drawn again.
+    with contextlib.closing(parts), recorder or contextlib.nullcontext():
         trainer.train(steps)
         after = [dataclasses.asdict(sample) for sample in trainer.evaluate(inputs.shown)]
         actor.save_pretrained(output_dir / "actor")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
+
+from hybrid.data.mixing import Source, check_weights, draws_per_epoch, is_source_list, mixed_order, read_source_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,9 @@ Overlong = Literal["drop", "truncate", "error"]
 
 # Where a prompt is looked for, best first.
 PROMPT_COLUMNS = ("prompt", "messages", "text")
+
+# What a completion is checked against has one of these names, best first; rewards find it by the first.
+TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,31 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts and the order they are drawn in."""
+    """Prompts and the order they are drawn in.
 
-    def __init__(self, rows: Sequence[Prompt], *, num_dropped: int = 0) -> None:
+    Args:
+        rows: the prompts of all sources, one source after the other.
+        num_dropped: how many were left out: over the length limit, or empty.
+        sizes: the number of prompts of each source (default: there is one).
+        weights: how often each source is drawn from, beside the others (default: each prompt once an epoch).
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Prompt],
+        *,
+        num_dropped: int = 0,
+        sizes: Sequence[int] = (),
+        weights: Sequence[float] | None = None,
+    ) -> None:
         if not rows:
             raise ValueError("a dataset of prompts needs at least one")
         self.rows = rows
-        self.num_dropped = num_dropped  # over the length limit, or empty
+        self.num_dropped = num_dropped
+        self.sizes = tuple(sizes) or (len(rows),)
+        if sum(self.sizes) != len(rows) or min(self.sizes) < 1:
+            raise ValueError(f"sizes={self.sizes} of the sources do not add up to the {len(rows)} rows")
+        self.draws = draws_per_epoch(self.sizes, weights)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,11 +67,44 @@ class PromptDataset:
     def batch(self, step: int, size: int, seed: int) -> list[Prompt]:
         """The prompts of one step, counted from 0: a part of an endless sequence of epochs, each in its own order.
 
-        It depends on the arguments alone, so every rank draws the same, and a resumed run draws on.
+        It depends on the arguments alone, so every rank draws the same, and a resumed run draws on. A batch that an
+        epoch's end does not fill is filled from the next.
         """
         num_rows = len(self.rows)
         places = range(step * size, (step + 1) * size)
-        return [self.rows[_order(num_rows, seed, place // num_rows)[place % num_rows]] for place in places]
+        return [
+            self.rows[mixed_order(self.sizes, self.draws, seed, place // num_rows)[place % num_rows]]
+            for place in places
+        ]
+
+    @classmethod
+    def mix(
+        cls, datasets: Sequence[PromptDataset], weights: Sequence[float] | None = None, names: Sequence[str] = ()
+    ) -> PromptDataset:
+        """Several datasets as one.
+
+        Args:
+            weights: how often each is drawn from, beside the others (default: each prompt once an epoch).
+            names: of the datasets; prompts without a column ``data_source`` get them as that.
+
+        Raises:
+            ValueError: no datasets, or not a positive weight for each.
+        """
+        if not datasets:
+            raise ValueError("there are no datasets of prompts to mix; give at least one")
+        rows: list[Prompt] = []
+        for number, dataset in enumerate(datasets):
+            name = {"data_source": names[number]} if names else {}
+            rows += [
+                Prompt(prompt.token_ids, prompt.text, {**name, **_without_none(prompt.columns, name)})
+                for prompt in dataset.rows
+            ]
+        return cls(
+            _with_every_column(rows),
+            num_dropped=sum(dataset.num_dropped for dataset in datasets),
+            sizes=[len(dataset) for dataset in datasets],
+            weights=weights,
+        )
 
     @classmethod
     def from_rows(
@@ -109,14 +163,15 @@ class PromptDataset:
                 "--overlong_prompts truncate"
             )
         _report(source, len(rows), empty, overlong_count, max_prompt_length, overlong)
-        return cls(prompts, num_dropped=len(rows) - len(prompts))
+        return cls(_with_every_column(prompts), num_dropped=len(rows) - len(prompts))
 
 
 def load_prompts(
-    source: str,
+    source: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int,
+    weights: Sequence[float] = (),
     config_name: str | None = None,
     split: str = "train",
     prompt_column: str | None = None,
@@ -125,18 +180,39 @@ def load_prompts(
 ) -> PromptDataset:
     """Read and tokenise prompts from a JSONL, JSON, CSV, Parquet or TXT file, or a Hub dataset (see ``from_rows``).
 
+    Several sources are mixed: a sequence of them with their ``weights``, or a YAML file that lists them (see
+    ``read_source_list``), whose entries may each have a configuration, a split and a column of their own.
+
     Raises:
-        ValueError: the source is missing, empty, cannot be read, or has no usable column.
+        ValueError: a source is missing, empty, cannot be read, or has no usable column; or there is not a positive
+            weight for each.
     """
-    return PromptDataset.from_rows(
-        read_rows(source, config_name=config_name, split=split),
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        source=source,
-        prompt_column=prompt_column,
-        apply_chat_template=apply_chat_template,
-        overlong=overlong,
-    )
+    sources = [Source(name) for name in ([source] if isinstance(source, str) else source)]
+    if len(sources) == 1 and is_source_list(sources[0].prompts):
+        if weights:
+            raise ValueError(
+                f"prompt_weights={tuple(weights)} are given, but {sources[0].prompts} lists several sources; write the "
+                "weights into it"
+            )
+        sources = read_source_list(sources[0].prompts)
+        weights = _weights_of(sources)
+    if weights:
+        check_weights(weights, len(sources))
+    datasets = [
+        PromptDataset.from_rows(
+            read_rows(one.prompts, config_name=one.prompts_config or config_name, split=one.prompts_split or split),
+            tokenizer,
+            max_prompt_length=max_prompt_length,
+            source=one.prompts,
+            prompt_column=one.prompt_column or prompt_column,
+            apply_chat_template=apply_chat_template,
+            overlong=overlong,
+        )
+        for one in sources
+    ]
+    if len(datasets) == 1:
+        return datasets[0]
+    return PromptDataset.mix(datasets, weights or None, [_source_name(one.prompts) for one in sources])
 
 
 def read_rows(source: str, *, config_name: str | None = None, split: str = "train") -> list[Row]:
@@ -252,11 +328,16 @@ def _read_hub(source: str, config_name: str | None, split: str) -> list[Row]:
         ) from error
 
 
-@lru_cache(maxsize=4)
-def _order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(num_rows))
-    random.Random(f"prompts/{seed}/{epoch}").shuffle(order)
-    return order
+def _weights_of(sources: Sequence[Source]) -> list[float]:
+    """The sources' weights: those that have none weigh 1, unless none has one."""
+    if all(source.weight is None for source in sources):
+        return []
+    return [1.0 if source.weight is None else source.weight for source in sources]
+
+
+def _source_name(source: str) -> str:
+    """A file's name without its ending, or a Hub dataset's name."""
+    return Path(source).stem if Path(source).suffix.lower() in _PARSERS else source
 
 
 def _find_column(row: Row, wanted: str | None, source: str) -> str:
@@ -299,9 +380,23 @@ def _other_columns(row: Row, column: str, messages: Messages | None) -> dict[str
     if messages is not None:
         columns["messages"] = messages  # what a reward model with a template of its own starts from
     model = row.get("reward_model")
-    if isinstance(model, Mapping) and "ground_truth" in model:
-        columns.setdefault("ground_truth", model["ground_truth"])  # verl's nested form
-    return columns
+    nested = model.get("ground_truth") if isinstance(model, Mapping) else None  # verl's form
+    found = [columns.get("ground_truth"), nested, *(columns.get(name) for name in TRUTH_COLUMNS)]
+    truth = next((value for value in found if value is not None), None)
+    return columns if truth is None else {**columns, "ground_truth": truth}
+
+
+def _with_every_column(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts, each with every column that any has: a reward is asked for the same columns at each step."""
+    names = {name: None for prompt in prompts for name in prompt.columns}
+    if all(len(prompt.columns) == len(names) for prompt in prompts):
+        return prompts
+    return [Prompt(prompt.token_ids, prompt.text, {**names, **prompt.columns}) for prompt in prompts]
+
+
+def _without_none(columns: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """``columns`` without those of ``names`` that have no value."""
+    return {name: value for name, value in columns.items() if name not in names or value is not None}
 
 
 class _Encoder:

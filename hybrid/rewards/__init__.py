@@ -1,7 +1,20 @@
-"""Rewards: the protocol, Python functions, and reward models."""
+"""Rewards: the protocol, Python functions, servers, reward models, and sums of them."""
 
-from hybrid.rewards.function import FunctionReward, load_reward
+from hybrid.rewards.combined import CombinedReward
+from hybrid.rewards.function import FunctionReward
+from hybrid.rewards.loading import combine_rewards, load_reward
 from hybrid.rewards.model import ModelReward
 from hybrid.rewards.protocol import Reward, RewardError, RewardOutput
+from hybrid.rewards.remote import RemoteFunction
 
-__all__ = ["FunctionReward", "ModelReward", "Reward", "RewardError", "RewardOutput", "load_reward"]
+__all__ = [
+    "CombinedReward",
+    "FunctionReward",
+    "ModelReward",
+    "RemoteFunction",
+    "Reward",
+    "RewardError",
+    "RewardOutput",
+    "combine_rewards",
+    "load_reward",
+]

@@ -1,26 +1,22 @@
-"""Rewards that are Python functions, with errors that say which sample."""
+"""Rewards that are Python functions, with errors that say which sample and a limit on what each may take."""
 
 from __future__ import annotations
 
-import asyncio
-import difflib
-import importlib.util
-import inspect
-import math
-import sys
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from numbers import Real
-from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, cast
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from hybrid.rewards.callers import make_caller
 from hybrid.rewards.protocol import RewardError, RewardOutput
+from hybrid.rewards.remote import is_url
+from hybrid.rewards.results import Scores, read_scores
+from hybrid.rewards.signature import Form, Signature
+from hybrid.rewards.worker import Origin, Outcome, Status
 
 RewardFunction = Callable[..., Any]
-_LISTS = ("prompts", "completions", "completion_ids")
+
+DEFAULT_TIMEOUT = 60.0
 
 # What finding the sample to blame may cost: a function may be slow, or paid for by the call.
 _BLAME_CALLS = 16
@@ -31,23 +27,52 @@ class FunctionReward:
     """A function ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or async.
 
     It is passed those of the three lists and of the columns that it has parameters for, and all of them if it takes
-    ``**kwargs``. None masks a sample.
+    ``**kwargs``. None masks a sample. Other forms are told by the names of their parameters:
+
+    - ``f(prompt, completion, **columns) -> float | None``, called for each sample;
+    - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict``, called for each
+      sample, and ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)`` for a batch;
+    - OpenRLHF's ``reward_func(queries, prompts, labels)``, which returns lists, tensors or a dict of them.
+
+    ``ground_truth`` and ``labels`` are the prompts' column ground_truth, answer, solution or label. A sample's result
+    may be a dict with a ``score``, a batch's one with ``rewards`` (or ``scores``) and ``extra_logs``: their other
+    numbers are sub-scores, which `RewardOutput.parts` holds as ``name/sub-score``.
+
+    What takes longer than ``timeout`` is cut off. Where the function is called for each sample that sample is masked,
+    named in a warning, and counted as ``name/timed_out``; a batch is an error. Async functions are cancelled, and
+    those for single samples run side by side. Others run in a thread; one that hangs is given up on, and goes on
+    until it returns to Python. With ``own_process`` a function runs in a process, which is killed: it sees the state
+    of its module as that is after import, and not what this program made of it. Lambdas, closures, methods, objects
+    and what a script defines itself cannot be imported by another process, so they stay in a thread.
+
+    Args:
+        name: for errors and metrics (default: the function's).
+        timeout: seconds for each call; None or 0: no limit, and the function is called in the caller's own thread,
+            which those that use signals need.
+        own_process: call it in a process of its own.
+        origin: where such a process finds the function (default: in its module).
     """
 
-    def __init__(self, function: RewardFunction, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        name: str | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        own_process: bool = False,
+        origin: Origin | None = None,
+    ) -> None:
         if not callable(function):
             raise ValueError(f"a reward must be callable, not {type(function).__name__}")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout={timeout} is no number of seconds; set it to 0 (no limit) or more")
         self.function = function
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self._needs = {p.name for p in parameters if p.name in self._takes and p.default is p.empty}
-        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise ValueError(
-                f"reward function {self.name} has positional-only parameters; it is called with keywords: "
-                f"{', '.join(_LISTS)} and the prompts' other columns"
-            )
+        self.timeout = timeout or None
+        self.origin = origin
+        self.signature = Signature.of(function, self.name)
+        own_process = own_process and self.timeout is not None
+        self._caller = make_caller(function, self.name, origin, own_process=own_process)
 
     def score(
         self,
@@ -56,51 +81,95 @@ class FunctionReward:
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> RewardOutput:
-        """Call the function once on all samples.
+        """Call the function on all samples: once, or once for each.
 
         Raises:
             ValueError: it asks for a column that there is not.
-            RewardError: it raises, or returns something else than one finite number or None a sample.
+            RewardError: it raises, hangs on a batch, or returns something else than one finite number or None a
+                sample.
         """
         if not prompts:
             return RewardOutput([], {self.name: []})
-        arguments = self._arguments(
-            {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        )
-        started = time.monotonic()
-        try:
-            result = self._call(arguments)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything, or call sys.exit
-            what = f"reward function {self.name} raised {type(error).__name__}: {error}"
-            deadline = started + _BLAME_SECONDS
-            where = self._blame(arguments, prompts, completions, type(error), deadline)
-            raise RewardError(f"{what}, {where}", _user_frames(error.__traceback__)) from error
-        rewards = self._checked(result, prompts, completions)
-        return RewardOutput(rewards, {self.name: rewards})
+        self.check_columns(list(columns))
+        calls = self.signature.calls(prompts, completions, completion_ids, columns)
+        if self.signature.form.is_per_sample:
+            scores, timed_out = self._score_each(calls, prompts, completions)
+        else:
+            scores, timed_out = self._score_batch(calls[0], prompts, completions), None
+        parts = {self.name: scores.rewards} | {f"{self.name}/{name}": values for name, values in scores.extras.items()}
+        if timed_out is None:
+            return RewardOutput(scores.rewards, parts)
+        parts[f"{self.name}/timed_out"] = [float(index in timed_out) for index in range(len(prompts))]
+        return RewardOutput(scores.rewards, parts, tuple(sorted(timed_out)))
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Raise ValueError if the function needs a column that is not among ``names``."""
-        missing = sorted(self._needs - {*_LISTS, *names})
+        missing = self.signature.missing(names)
         if missing:
             raise ValueError(
-                f"reward function {self.name} needs {', '.join(missing)}; besides {', '.join(_LISTS)} the prompts have "
-                f"{', '.join(sorted(names)) or 'no columns'}"
+                f"reward function {self.name} needs {', '.join(missing)}; besides "
+                f"{', '.join(self.signature.form.given)} the prompts have {', '.join(sorted(names)) or 'no columns'}"
             )
 
-    def _arguments(self, available: dict[str, Any]) -> dict[str, Any]:
-        self.check_columns([name for name in available if name not in _LISTS])
-        return {name: value for name, value in available.items() if self._takes_all or name in self._takes}
+    def close(self) -> None:
+        """End the function's process, if it has one; the next score starts another."""
+        self._caller.close()
 
-    def _call(self, arguments: dict[str, Any]) -> Any:
-        result = self.function(**arguments)
-        return _wait(result) if inspect.isawaitable(result) else result
+    def _score_each(
+        self, calls: list[dict[str, Any]], prompts: Sequence[str], completions: Sequence[str]
+    ) -> tuple[Scores, set[int]]:
+        values: list[Any] = []
+        timed_out: set[int] = set()
+        for index, outcome in enumerate(self._caller.call(calls, self.timeout)):
+            if outcome.status is Status.FAILED:
+                raise self._error(outcome, f"on {_sample(index, prompts, completions)}")
+            if outcome.status is Status.TIMED_OUT:
+                timed_out.add(index)
+                warnings.warn(
+                    f"reward function {self.name} took longer than {self.timeout:g} s for "
+                    f"{_sample(index, prompts, completions)}, which is masked; see --reward_timeout",
+                    stacklevel=4,
+                )
+            values.append(outcome.value)
+        return self._read(values, "list", prompts, completions), timed_out
+
+    def _score_batch(self, call: dict[str, Any], prompts: Sequence[str], completions: Sequence[str]) -> Scores:
+        started = time.monotonic()
+        outcome = self._call(call)
+        if outcome.status is Status.TIMED_OUT:
+            raise RewardError(
+                f"reward function {self.name} took longer than {self.timeout:g} s for {len(prompts)} samples, the "
+                f"first {_sample(0, prompts, completions)}; set --reward_timeout to more, or define it for one sample, "
+                f"as {self.name}({', '.join(Form.SAMPLE.given)}), so that only those that hang are cut off"
+            )
+        if isinstance(outcome.error, RewardError):  # a remote one's, which says it all
+            raise outcome.error
+        if outcome.status is Status.FAILED:
+            where = self._blame(call, prompts, completions, outcome, started + _BLAME_SECONDS)
+            raise self._error(outcome, where)
+        return self._read(outcome.value, outcome.kind, prompts, completions)
+
+    def _call(self, call: dict[str, Any]) -> Outcome:
+        return next(iter(self._caller.call([call], self.timeout)))
+
+    def _error(self, outcome: Outcome, where: str) -> RewardError:
+        message = f"reward function {self.name} raised {outcome.kind}: {outcome.message}, {where}"
+        if "signal only works in main thread" in outcome.message:
+            message += "; set its timeout to 0, so that it is called in the main thread"
+        error = RewardError(message, outcome.frames)
+        error.__cause__ = outcome.error
+        return error
+
+    def _read(self, value: Any, kind: str, prompts: Sequence[str], completions: Sequence[str]) -> Scores:
+        who = f"reward function {self.name}"
+        return read_scores(value, kind, len(prompts), who, lambda index: _sample(index, prompts, completions))
 
     def _blame(
         self,
-        arguments: dict[str, Any],
+        call: dict[str, Any],
         prompts: Sequence[str],
         completions: Sequence[str],
-        kind: type[BaseException],
+        outcome: Outcome,
         deadline: float,
     ) -> str:
         """Call the function on halves of halves of the batch to find the first sample that makes it raise."""
@@ -109,7 +178,8 @@ class FunctionReward:
             middle = low + max(1, (high - low) // 2)
             if time.monotonic() > deadline:
                 break
-            raises = self._raises(kind, {name: values[low:middle] for name, values in arguments.items()})
+            part = self._call({name: values[low:middle] for name, values in call.items()})
+            raises = part.status is Status.FAILED and part.kind == outcome.kind
             if raises and middle == low + 1:
                 return f"on {_sample(low, prompts, completions)}"
             if not raises and middle == high:
@@ -120,103 +190,10 @@ class FunctionReward:
             f"the first is {_sample(0, prompts, completions)}"
         )
 
-    def _raises(self, kind: type[BaseException], arguments: dict[str, Any]) -> bool:
-        try:
-            self._call(arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (see score)
-            return type(error) is kind
-        return False
-
-    def _checked(self, result: Any, prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
-        values = result.tolist() if hasattr(result, "tolist") else result
-        if isinstance(values, (str, dict)) or not isinstance(values, Sequence):
-            raise RewardError(
-                f"reward function {self.name} returned {type(result).__name__}; "
-                "return a list with one number (or None, to mask it) for each sample"
-            )
-        if len(values) != len(prompts):
-            raise RewardError(
-                f"reward function {self.name} returned {len(values)} rewards for {len(prompts)} samples; "
-                "return one for each"
-            )
-        rewards: list[float | None] = []
-        for index, value in enumerate(values):
-            value = value.item() if hasattr(value, "item") else value
-            if value is not None and (not isinstance(value, Real) or not math.isfinite(value)):
-                raise RewardError(
-                    f"reward function {self.name} returned {value!r} for {_sample(index, prompts, completions)}; "
-                    "return a finite number, or None to mask the sample"
-                )
-            rewards.append(None if value is None else float(value))
-        return rewards
-
-
-def load_reward(path: str) -> FunctionReward:
-    """The reward function that ``file.py:function`` names.
-
-    Raises:
-        ValueError: there is no such file or function, or the file cannot be imported.
-    """
-    file, _, name = path.rpartition(":")
-    if not file or not name:
-        raise ValueError(f"reward {path!r} names no function; write it as file.py:function")
-    location = Path(file).expanduser()
-    if not location.is_file():
-        raise ValueError(f"reward {path!r}: there is no file {file}")
-    module = _import_file(location, path)
-    function = getattr(module, name, None)
-    if function is None:
-        defined = [
-            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
-        ]
-        close = difflib.get_close_matches(name, defined, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(defined) or 'none'}"
-        raise ValueError(f"reward {path!r}: {file} has no function {name}; {hint}")
-    if not callable(function):
-        raise ValueError(f"reward {path!r}: {name} is a {type(function).__name__}, not a function")
-    return FunctionReward(function, name=name)
-
 
 def is_function_path(reward: str) -> bool:
-    """Whether ``--reward`` names a Python function rather than a model."""
-    return ".py:" in reward or reward.endswith(".py")
-
-
-def _import_file(location: Path, path: str) -> ModuleType:
-    name = f"reward_{location.stem}"
-    spec = importlib.util.spec_from_file_location(name, location)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"reward {path!r}: {location} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything; it is raised again
-        del sys.modules[name]
-        raise ValueError(f"reward {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _wait(result: Awaitable[Any]) -> Any:
-    """Run an awaitable to its end, also where an event loop runs already, as in a notebook."""
-
-    async def finish() -> Any:
-        return await result
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(finish())
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, cast(Coroutine[Any, Any, Any], finish())).result()
-
-
-def _user_frames(trace: TracebackType | None) -> str:
-    """The traceback without the frames that are this module's, or between it and the user's: asyncio's."""
-    frames = traceback.extract_tb(trace)
-    while frames and (frames[0].filename == __file__ or Path(frames[0].filename).parent.name == "asyncio"):
-        frames.pop(0)
-    return "".join(traceback.format_list(frames))
+    """Whether ``--reward`` names a Python function or a server rather than a model."""
+    return is_url(reward) or ".py:" in reward or reward.endswith(".py")
 
 
 def _sample(index: int, prompts: Sequence[str], completions: Sequence[str]) -> str:

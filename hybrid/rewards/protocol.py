@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class RewardError(ValueError):
-    """A reward did something that it must not: raised, or returned something else than a finite number or None.
+    """A reward did something that it must not: raised, hung, or returned something else than a finite number or None.
 
     ``details`` is what helps the reward's author besides the message: the traceback's frames in their own code.
     """
@@ -22,7 +22,9 @@ class RewardOutput:
     """One reward a sample; None masks the sample: it is reported and not trained on."""
 
     rewards: list[float | None]
-    parts: dict[str, list[float | None]] = field(default_factory=dict)  # by function, for the metrics
+    # For the metrics, by function and, for sub-scores, by function/name; None where a sample has none.
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
+    timed_out: tuple[int, ...] = ()  # samples that were cut off, which no other reward's opinion unmasks
 
 
 class Reward(Protocol):

@@ -11,11 +11,13 @@ from hybrid.data.packing import pack
 from hybrid.models.ragged import RaggedBatch
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
-from hybrid.rl.advantages import explained_variance, gae, whiten
+from hybrid.rl.advantages import explained_variance, token_rewards, whiten, whiten_groups
+from hybrid.rl.algorithms.dapo import overlong_punishment
+from hybrid.rl.algorithms.registry import find_algorithm
+from hybrid.rl.correction import rollout_weights
 from hybrid.rl.kl import kl_estimate
 from hybrid.rl.metrics import StepMetrics
-from hybrid.rl.ppo import token_rewards
-from hybrid.rl.records import Experience, Trajectory
+from hybrid.rl.records import AdvantageInputs, Advantages, Experience, Trajectory
 
 if TYPE_CHECKING:
     from hybrid.config import PPOConfig
@@ -29,7 +31,7 @@ class ExperienceMaker:
     def __init__(
         self,
         actor: HybridEngine,
-        critic: ShardedModel,
+        critic: ShardedModel | None,
         ref: ShardedModel | None,
         config: PPOConfig,
         *,
@@ -37,6 +39,7 @@ class ExperienceMaker:
     ) -> None:
         self.actor, self.critic, self.ref = actor, critic, ref
         self.config = config
+        self.algorithm = find_algorithm(config.algorithm)
         self.mesh: ParallelMesh = actor.mesh
         self.timers = timers
 
@@ -59,22 +62,64 @@ class ExperienceMaker:
                     micro_batches,
                     lambda batch: frozen.logprobs(batch, temperature=config.temperature).logprobs,
                 )
-        with self.timers("values"):
-            values = self._score(trajectories, micro_batches, self.critic.values)
+        values: list[torch.Tensor] = []
+        if self.critic is not None:
+            with self.timers("values"):
+                values = self._score(trajectories, micro_batches, self.critic.values)
 
         kl = [kl_estimate(a, b, config.kl_estimator) for a, b in zip(old, ref, strict=True)]
-        rewards = [
-            token_rewards(token_kl, _reward(trajectory), kl_coef=kl_coef, reward_clip=config.reward_clip)
-            for trajectory, token_kl in zip(trajectories, kl, strict=True)
+        rewards = [self._token_rewards(*pair, kl_coef) for pair in zip(trajectories, kl, strict=True)]
+        made = self._advantages(trajectories, rewards, values)
+        nothing = [None] * len(trajectories)
+        weights = [
+            rollout_weights(logprobs, t.behaviour_logprobs, config.rollout_correction, config.rollout_correction_cap)
+            for logprobs, t in zip(old, trajectories, strict=True)
         ]
-        advantages, returns = gae(rewards, values, gamma=config.gamma, lam=config.lam)
-        if config.whiten_advantages:
-            advantages = whiten(advantages, self.mesh.reduce_scalars)
-        self._describe(trajectories, old, kl, rewards, advantages, returns, values, metrics)
-        return [
+        experiences = [
             Experience(*fields)
-            for fields in zip(trajectories, old, ref, values, rewards, advantages, returns, strict=True)
+            for fields in zip(
+                *(trajectories, old, ref, rewards, made.advantages),
+                *(nothing if self.critic is None else values, made.returns or nothing, weights),
+                strict=True,
+            )
         ]
+        self._describe(experiences, kl, metrics)
+        if config.mask_truncated_completions:
+            return [e for e in experiences if e.trajectory.finish_reason != "length"]
+        return experiences
+
+    def _token_rewards(self, trajectory: Trajectory, kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
+        config = self.config
+        punishment = overlong_punishment(
+            len(trajectory.completion_ids),
+            max_tokens=config.max_completion_length,
+            buffer=config.overlong_buffer,
+            penalty=config.overlong_penalty,
+        )
+        return token_rewards(
+            kl,
+            _reward(trajectory) + punishment,
+            kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
+            reward_clip=config.reward_clip,
+        )
+
+    def _advantages(
+        self, trajectories: Sequence[Trajectory], rewards: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> Advantages:
+        config, reduce = self.config, self.mesh.reduce_scalars
+        groups = [trajectory.prompt_index for trajectory in trajectories]
+        made = self.algorithm.advantages(
+            AdvantageInputs(
+                rewards, values, groups, config.prompts_per_step, reduce, gamma=config.gamma, lam=config.lam
+            )
+        )
+        if not config.whiten_advantages:
+            return made
+        if config.whiten_by == "group":
+            white = whiten_groups(made.advantages, groups, config.prompts_per_step, reduce)
+        else:
+            white = whiten(made.advantages, reduce)
+        return Advantages(white, made.returns)
 
     def _score(
         self,
@@ -93,31 +138,34 @@ class ExperienceMaker:
                     scores[index] = piece
         return scores
 
-    def _describe(
-        self,
-        trajectories: Sequence[Trajectory],
-        old: list[torch.Tensor],
-        kl: list[torch.Tensor],
-        rewards: list[torch.Tensor],
-        advantages: list[torch.Tensor],
-        returns: list[torch.Tensor],
-        values: list[torch.Tensor],
-        metrics: StepMetrics,
-    ) -> None:
-        device = self.mesh.device
-        behaviour = concatenate([trajectory.behaviour_logprobs for trajectory in trajectories], device)
-        gap = (concatenate(old, device) - behaviour).abs()
+    def _describe(self, experiences: Sequence[Experience], kl: list[torch.Tensor], metrics: StepMetrics) -> None:
+        device, config = self.mesh.device, self.config
+
+        def tokens(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            return concatenate([piece for piece in pieces if piece is not None], device)
+
+        gap = tokens([e.old_logprobs for e in experiences]) - tokens(
+            [e.trajectory.behaviour_logprobs for e in experiences]
+        )
+        gap = gap.abs()
         metrics.add_mean("rollout/logprob_gap_mean", gap.sum(), gap.numel())
         metrics.add_max("rollout/logprob_gap_max", gap)
         metrics.add_max("rollout/ratio_max", gap.exp())
-        token_kl = concatenate(kl, device)
+        if config.rollout_correction != "none":
+            weights = tokens([e.weights for e in experiences])
+            metrics.add_mean("rollout/correction_mean", weights.sum(), weights.numel())
+            beyond = (weights == 0) | (weights >= config.rollout_correction_cap)
+            metrics.add_mean("rollout/correction_capped_ratio", beyond.sum(), weights.numel())
+        token_kl = tokens(kl)
         metrics.add_mean("kl", token_kl.sum(), token_kl.numel())
-        per_sequence = [reward.sum()[None] for reward in rewards]
-        metrics.add_spread("critic/rewards", concatenate(per_sequence, device))
-        metrics.add_spread("critic/advantages", concatenate(advantages, device))
-        metrics.add_spread("critic/returns", concatenate(returns, device))
-        metrics.add_spread("critic/values", concatenate(values, device))
-        explained = explained_variance(values, returns, self.mesh.reduce_scalars)
+        metrics.add_spread("critic/rewards", tokens([e.rewards.sum()[None] for e in experiences]))
+        metrics.add_spread("critic/advantages", tokens([e.advantages for e in experiences]))
+        if self.critic is None:
+            return
+        returns, values = [e.returns for e in experiences], [e.values for e in experiences]
+        metrics.add_spread("critic/returns", tokens(returns))
+        metrics.add_spread("critic/values", tokens(values))
+        explained = explained_variance([tokens(values)], [tokens(returns)], self.mesh.reduce_scalars)
         metrics.add_mean("critic/vf_explained_var", explained)
 
 

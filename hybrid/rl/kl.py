@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-KLEstimator = Literal["k1", "k2", "k3"]
+from hybrid.algorithms import KLEstimator
 
 # exp() of more overflows fp32's usefulness as a penalty long before its range.
 _MAX_LOG_RATIO = 20.0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 import torch
 
 from hybrid.parallel import ParallelMesh
+from hybrid.rl.rollout import ScoredSample
 
 Scalar = float | int | torch.Tensor
 
@@ -47,3 +51,30 @@ class StepMetrics:
             if value != float("-inf"):
                 metrics[name] = -value if name in self._minima else value
         return metrics
+
+
+def sample_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """Rewards and lengths over all samples of a step; masked samples count in lengths and in ``completions/masked``."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [sample.num_completion_tokens for sample in samples]
+    metrics = {
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "completions/masked": float(len(samples) - len(rewards)),
+    }
+    if rewards:
+        metrics |= {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+    for name in sorted({name for sample in samples for name in sample.parts}):
+        parts = [part for sample in samples if (part := sample.parts.get(name)) is not None]
+        if parts:
+            # A function's own score, or what it says besides: function/name.
+            metrics[f"rewards/{name}" if "/" in name else f"rewards/{name}/mean"] = statistics.fmean(parts)
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.prompt_index, []).append(sample.reward)
+    if groups:
+        metrics["frac_reward_zero_std"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
+    return metrics

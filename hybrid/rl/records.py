@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+Reduce = Callable[[list[float]], list[float]]
+"""Adds up a few numbers over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,56 @@ class Experience:
     trajectory: Trajectory
     old_logprobs: torch.Tensor  # (R,) fp32, the trainer's own, before the step's first update
     ref_logprobs: torch.Tensor  # (R,) fp32, the frozen reference's; the old ones where there is no reference
-    values: torch.Tensor  # (R,) fp32, the critic's of the state before each token
-    rewards: torch.Tensor  # (R,) fp32, KL penalty and, on the last token, the clipped reward
+    rewards: torch.Tensor  # (R,) fp32: on the last token the clipped reward; the KL penalty, if it goes there
     advantages: torch.Tensor  # (R,) fp32
-    returns: torch.Tensor  # (R,) fp32, what the values are fitted to
+    values: torch.Tensor | None  # (R,) fp32, the critic's of the state before each token; None without a critic
+    returns: torch.Tensor | None  # (R,) fp32, what the values are fitted to
+    weights: torch.Tensor | None  # (R,) fp32, for the generator's being another function than the trainer; None: all 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What advantages are made from: this rank's share of a step's sequences, S of them, R_i tokens each."""
+
+    rewards: Sequence[torch.Tensor]  # S tensors (R_i,)
+    values: Sequence[torch.Tensor]  # S tensors (R_i,); none at all without a critic
+    groups: Sequence[int]  # (S,) which prompt each answers, in [0, num_groups)
+    num_groups: int  # over all ranks, which may share a group
+    reduce: Reduce
+    gamma: float
+    lam: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """S tensors (R_i,) fp32 each."""
+
+    advantages: list[torch.Tensor]
+    returns: list[torch.Tensor] | None = None  # what a critic is fitted to; None without one
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The tokens of a micro-batch, sequences end to end; there may be none."""
+
+    logprobs: torch.Tensor  # (R,) under the policy that is trained, with gradient
+    old_logprobs: torch.Tensor  # (R,) under the policy at the start of the step
+    advantages: torch.Tensor  # (R,)
+    lengths: Sequence[int]  # (S,) adding up to R
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipRange:
+    """How far the probability ratio counts: in [1 - low, 1 + high]."""
+
+    low: float
+    high: float
+    dual: float | None = None  # bounds the loss of a token of negative advantage to this times the advantage
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """What an algorithm's objective says of each token."""
+
+    loss: torch.Tensor  # (R,) with gradient
+    clipped: torch.Tensor  # (R,) bool, where the clip range decided

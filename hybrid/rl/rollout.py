@@ -61,11 +61,14 @@ class RolloutCollector:
         self.mesh: ParallelMesh = actor.mesh
         self.timers = timers
 
-    def collect(self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, step: int) -> Rollout:
+    def collect(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, step: int, first_index: int = 0
+    ) -> Rollout:
         """Sample ``params.n`` completions of each prompt and score them. Every rank calls it with the same arguments.
 
-        What is sampled depends on ``seed``, ``step`` and a prompt's place in ``prompts``, and not on the ranks. A
-        sample whose reward is None, that is empty, or that was aborted is in ``samples`` and not in ``trajectories``.
+        What is sampled depends on ``seed``, ``step`` and a prompt's index, and not on the ranks. Indices count the
+        step's prompts, from ``first_index`` where others of the step have been collected before. A sample whose reward
+        is None, that is empty, or that was aborted is in ``samples`` and not in ``trajectories``.
 
         Raises:
             Exception: whatever the reward raised, on the first rank where it did.
@@ -73,9 +76,12 @@ class RolloutCollector:
         """
         mesh = self.mesh
         indices = range(len(prompts))[mesh.dp_rank :: mesh.dp_size]
-        completions = self._generate([prompts[i] for i in indices], indices, params, seed, step)
+        seeded = [dataclasses.replace(params, seed=request_seed(seed, step, first_index + index)) for index in indices]
+        completions = self._generate([prompts[i] for i in indices], seeded)
         with self.timers("reward"):
-            shares = gather_or_raise(mesh, "scoring the rollout", lambda: self._score(prompts, indices, completions))
+            shares = gather_or_raise(
+                mesh, "scoring the rollout", lambda: self._score(prompts, indices, completions, first_index)
+            )
         samples = sorted(
             (sample for share in shares for sample in share), key=lambda s: (s.prompt_index, s.sample_index)
         )
@@ -83,17 +89,14 @@ class RolloutCollector:
         trajectories = [
             _trajectory(completion, index, rewards[index, completion.sample_index])
             for completion in completions
-            for index in [indices[completion.prompt_index]]
+            for index in [first_index + indices[completion.prompt_index]]
         ]
         trainable = [trajectory for trajectory in trajectories if trajectory.is_trainable]
         mine = balance([trajectory.num_tokens for trajectory in trainable], mesh.tp_size)[mesh.tp_rank]
         return Rollout([trainable[i] for i in mine], samples)
 
-    def _generate(
-        self, prompts: list[Prompt], indices: Sequence[int], params: SamplingParams, seed: int, step: int
-    ) -> list[Completion]:
+    def _generate(self, prompts: list[Prompt], seeded: list[SamplingParams]) -> list[Completion]:
         """This replica's completions, on each of its ranks, by prompt and sample."""
-        seeded = [dataclasses.replace(params, seed=request_seed(seed, step, index)) for index in indices]
         # A replica without prompts flips all the same: the flips are collective.
         with self.timers("flip_to_generate"):
             self.actor.generate_mode()
@@ -104,7 +107,7 @@ class RolloutCollector:
         return completions
 
     def _score(
-        self, prompts: Sequence[Prompt], indices: Sequence[int], completions: list[Completion]
+        self, prompts: Sequence[Prompt], indices: Sequence[int], completions: list[Completion], first_index: int
     ) -> list[ScoredSample]:
         """Score this rank's share of its replica's completions: all samples of every T-th prompt.
 
@@ -130,7 +133,7 @@ class RolloutCollector:
                 )
         return [
             ScoredSample(
-                prompt_index=indices[completion.prompt_index],
+                prompt_index=first_index + indices[completion.prompt_index],
                 sample_index=completion.sample_index,
                 prompt=prompt.text,
                 completion=completion.text,

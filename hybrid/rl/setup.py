@@ -1,4 +1,4 @@
-"""From settings to the parts of a PPO run: first everything is found and checked, then weights are loaded."""
+"""From settings to the parts of an on-policy run: first everything is found and checked, then weights are loaded."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ from hybrid.models.plans import tensor_parallel_plan
 from hybrid.monitor import check_output_dir, check_trackers, find_traces
 from hybrid.monitor.run import MODEL_DIR
 from hybrid.parallel import ParallelMesh, init_parallel
-from hybrid.rewards import FunctionReward, ModelReward, Reward, load_reward
+from hybrid.rewards import FunctionReward, ModelReward, Reward, combine_rewards, load_reward
 from hybrid.rewards.function import is_function_path
+from hybrid.rewards.remote import is_url
 from hybrid.rl.trainer import PPOTrainer
 from hybrid.zero.model import ShardedModel
 
@@ -55,14 +56,19 @@ class PPOInputs:
     """What the settings name, found and checked. No weight has been read."""
 
     actor: ResolvedModel
-    critic: ResolvedModel
-    ref: ResolvedModel
-    reward: ResolvedModel | Reward
+    critic: ResolvedModel | None  # of an algorithm that has one
+    ref: ResolvedModel | None  # where there is a KL penalty
+    rewards: Sequence[ResolvedModel | Reward]  # at least one
     tokenizer: PreTrainedTokenizerBase  # the actor's
     prompts: PromptDataset
     shown: Sequence[Prompt]  # for samples before and after: held out where the task has a test split
     checkpoint: Path | None  # to go on from
     total_steps: int
+
+    @property
+    def reward(self) -> ResolvedModel | Reward:
+        """The first reward."""
+        return self.rewards[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +76,14 @@ class PPOParts:
     """What a ``PPOTrainer`` is made from, in its order."""
 
     actor: HybridEngine
-    critic: ShardedModel
-    ref: ShardedModel
+    critic: ShardedModel | None
+    ref: ShardedModel | None
     reward: Reward
+
+    def close(self) -> None:
+        """End what a reward has started: a process for its function."""
+        if (close := getattr(self.reward, "close", None)) is not None:
+            close()
 
 
 def find_inputs(
@@ -92,26 +103,28 @@ def find_inputs(
         ValueError: something is missing or does not fit; the message says what to set.
     """
     settings.parallel.check_world(world_size)
-    found_reward = reward or _find_reward(settings)
+    rewards = [reward] if reward is not None else _find_rewards(settings)
     actor = resolve_model(settings.model.actor)
-    critic = _find_critic(settings, found_reward, actor)
-    ref = resolve_model(settings.model.ref) if settings.model.ref else actor
+    critic = _find_critic(settings, rewards, actor)
+    ref = _find_ref(settings, actor)
     tokenizer = load_tokenizer(actor)
-    for role, model in (("critic", critic), ("ref", ref)):
+    others = {role: model for role, model in (("critic", critic), ("ref", ref)) if model is not None}
+    for role, model in others.items():
         _check_vocabulary(role, model, actor, tokenizer)
     if settings.parallel.tp_size > 1:
         tensor_parallel_plan(skeleton(actor.config), settings.parallel.tp_size)
     prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer, rows)
-    if isinstance(found_reward, FunctionReward):
-        found_reward.check_columns(sorted(prompts.rows[0].columns))
+    for found in rewards:
+        if (check_columns := getattr(found, "check_columns", None)) is not None:
+            check_columns(sorted(prompts.rows[0].columns))
     longest = max(len(prompt.token_ids) for prompt in (*prompts.rows, *shown))
-    _check_room(settings, {"actor": actor, "critic": critic, "ref": ref}, longest)
+    _check_room(settings, {"actor": actor, **others}, longest)
     total_steps = settings.run.total_steps or -(-len(prompts) // settings.ppo.prompts_per_step)
     if checkpoint is not None:
         _check_checkpoint(checkpoint, settings, total_steps)
     if settings.run.overwrite_output_dir and not resumes_in_place(settings.run, checkpoint):
         _check_nothing_read_is_replaced(settings)
-    return PPOInputs(actor, critic, ref, found_reward, tokenizer, prompts, shown, checkpoint, total_steps)
+    return PPOInputs(actor, critic, ref, rewards, tokenizer, prompts, shown, checkpoint, total_steps)
 
 
 def settings_to_compare(settings: PPOSettings) -> dict[str, Any]:
@@ -119,6 +132,7 @@ def settings_to_compare(settings: PPOSettings) -> dict[str, Any]:
     ppo = settings.ppo
     return {
         "actor": settings.model.actor,
+        "algorithm": ppo.algorithm,
         "seed": ppo.seed,
         "prompts_per_step": ppo.prompts_per_step,
         "num_generations": ppo.num_generations,
@@ -144,26 +158,33 @@ def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> 
             inference=settings.inference,
             weights=opened.weights,
         )
-    critic_optim = dataclasses.replace(settings.optim, learning_rate=settings.critic.critic_learning_rate)
-    critic = sharded(open_value_model(inputs.critic, dtype), critic_optim)
-    ref = sharded(open_causal_lm(inputs.ref, dtype))
-    if not isinstance(inputs.reward, ResolvedModel):
-        return PPOParts(actor, critic, ref, inputs.reward)
-    reward = ModelReward(
-        sharded(open_value_model(inputs.reward, dtype, new_head=False)),
-        load_tokenizer(inputs.reward),
-        max_tokens_per_microbatch=settings.ppo.max_tokens_per_microbatch,
-        # It reads one token more than it scores.
-        max_length=positions - 1 if (positions := inputs.reward.num_positions) else None,
-        end_ids=actor.eos_token_ids,
-    )
-    return PPOParts(actor, critic, ref, reward)
+    critic = ref = None
+    if inputs.critic is not None:
+        critic_optim = dataclasses.replace(settings.optim, learning_rate=settings.critic.critic_learning_rate)
+        critic = sharded(open_value_model(inputs.critic, dtype), critic_optim)
+    if inputs.ref is not None:
+        ref = sharded(open_causal_lm(inputs.ref, dtype))
+
+    def loaded(reward: ResolvedModel | Reward) -> Reward:
+        if not isinstance(reward, ResolvedModel):
+            return reward
+        return ModelReward(
+            sharded(open_value_model(reward, dtype, new_head=False)),
+            load_tokenizer(reward),
+            max_tokens_per_microbatch=settings.ppo.max_tokens_per_microbatch,
+            # It reads one token more than it scores.
+            max_length=positions - 1 if (positions := reward.num_positions) else None,
+            end_ids=actor.eos_token_ids,
+        )
+
+    rewards = [loaded(reward) for reward in inputs.rewards]
+    return PPOParts(actor, critic, ref, combine_rewards(rewards, settings.model.reward_weights))
 
 
 def make_ppo_trainer(
     actor: str | Path,
     *,
-    reward: str | Reward | Callable[..., Any],
+    reward: str | tuple[str, ...] | Reward | Callable[..., Any],
     prompts: str | Sequence[Any],
     critic: str | None = None,
     ref: str | None = None,
@@ -181,16 +202,16 @@ def make_ppo_trainer(
 
     Args:
         actor, critic, ref: directories, Hub ids or aliases; the critic defaults to the reward model if there is one,
-            else to the actor, and the reference to the actor.
+            else to the actor, and the reference to the actor. Neither is loaded where ``ppo`` has no use for it.
         reward: a function ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, a `Reward`,
-            ``file.py:function``, or a reward model's name.
+            ``file.py:function``, a server's address, or a reward model's name; or several names, whose sum counts.
         prompts: a file or Hub dataset, or a list of prompts (text or messages) or of rows with a prompt column.
         trainer_options: ``logger``, ``timers``, ``callbacks`` of `PPOTrainer`.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
     """
-    by_name = isinstance(reward, str)
+    by_name = isinstance(reward, (str, tuple))
     settings = PPOSettings(
         ModelConfig(actor=str(actor), critic=critic, ref=ref, reward=reward if by_name else None, dtype=dtype),
         DataConfig(prompts=prompts if isinstance(prompts, str) else None, apply_chat_template=apply_chat_template),
@@ -277,8 +298,9 @@ def _check_nothing_read_is_replaced(settings: PPOSettings) -> None:
         return
     traces = [path.resolve() for path in find_traces(_directory(settings.run))]
     model = settings.model
-    inputs = {"actor": model.actor, "critic": model.critic, "ref": model.ref, "reward": model.reward}
-    for role, name in {**inputs, "prompts": settings.data.prompts}.items():
+    inputs = [("actor", model.actor), ("critic", model.critic), ("ref", model.ref)]
+    inputs += [("reward", name) for name in model.rewards] + [("prompts", name) for name in settings.data.sources]
+    for role, name in inputs:
         path = Path(name or "").expanduser().resolve()
         if name and any(path.is_relative_to(trace) for trace in traces):
             raise ValueError(
@@ -305,28 +327,51 @@ def _check_room(settings: PPOSettings, models: Mapping[str, ResolvedModel], long
         )
 
 
-def _find_reward(settings: PPOSettings) -> ResolvedModel | FunctionReward:
-    name = settings.model.reward
-    if name is None:
+def _find_rewards(settings: PPOSettings) -> list[ResolvedModel | Reward]:
+    if not settings.model.rewards:
         if settings.data.prompts is not None:
             raise ValueError(
                 f"prompts {settings.data.prompts!r} need a reward; set --reward to file.py:function or a reward model"
             )
-        return FunctionReward(larger_number)
-    if is_function_path(name):
-        return load_reward(name)
+        return [FunctionReward(larger_number)]
+    return [_find_reward(name, settings.model.reward_timeout) for name in settings.model.rewards]
+
+
+def _find_reward(name: str, timeout: float) -> ResolvedModel | Reward:
+    if is_url(name) or is_function_path(name):
+        return load_reward(name, timeout=timeout)
     reward = resolve_model(name)
     check_value_model(reward, new_head=False)
     return reward
 
 
-def _find_critic(settings: PPOSettings, reward: ResolvedModel | Reward, actor: ResolvedModel) -> ResolvedModel:
-    if settings.model.critic is not None:
-        critic = resolve_model(settings.model.critic)
+def _find_critic(
+    settings: PPOSettings, rewards: Sequence[ResolvedModel | Reward], actor: ResolvedModel
+) -> ResolvedModel | None:
+    ppo, name, rate = settings.ppo, settings.model.critic, settings.critic.critic_learning_rate
+    if not ppo.traits.has_critic:
+        if name is not None:
+            raise ValueError(f"critic {name!r}, and {ppo.algorithm} has none; leave --critic out")
+        if rate != CriticConfig().critic_learning_rate:
+            raise ValueError(
+                f"critic_learning_rate={rate}, and {ppo.algorithm} has no critic; leave --critic_learning_rate out"
+            )
+        return None
+    if name is not None:
+        critic = resolve_model(name)
     else:
-        critic = reward if isinstance(reward, ResolvedModel) else actor
+        critic = next((reward for reward in rewards if isinstance(reward, ResolvedModel)), actor)
     check_value_model(critic, new_head=True)
     return critic
+
+
+def _find_ref(settings: PPOSettings, actor: ResolvedModel) -> ResolvedModel | None:
+    name = settings.model.ref
+    if settings.ppo.kl_coef == 0:
+        if name is not None:
+            warnings.warn(f"ref {name!r} is not loaded, since kl_coef=0; set --kl_coef to use it", stacklevel=3)
+        return None
+    return actor if name is None else resolve_model(name)
 
 
 def _check_vocabulary(
@@ -360,7 +405,7 @@ def _find_prompts(
             prompts = PromptDataset.from_rows(rows, tokenizer, source="the prompts given", **how)
         else:
             where = {"config_name": data.prompts_config, "split": data.prompts_split}
-            prompts = load_prompts(cast("str", data.prompts), tokenizer, **where, **how)
+            prompts = load_prompts(data.sources, tokenizer, weights=data.prompt_weights, **where, **how)
         return prompts, prompts.rows[:_NUM_SHOWN]
     task = LargerNumberTask()
     train, test = (

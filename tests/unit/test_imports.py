@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # stand side by side and do not know each other.
 ROWS = (
     {"ops"},
+    {"hybrid.fields"},
+    {"hybrid.algorithms"},
     {"hybrid.config", "hybrid.arguments"},
     {"hybrid.deepspeed"},
     {"hybrid.layout"},
@@ -30,11 +32,14 @@ ROWS = (
     {"hybrid.checkpoint"},
     {"hybrid.data"},
     {"hybrid.rewards"},
-    {"hybrid.rl"},
+    {"hybrid.rl", "hybrid.learning"},
     {"recipes", "scripts"},
 )
 RANK = {part: number for number, row in enumerate(ROWS) for part in row}
-TORCHLESS = ("hybrid.config", "hybrid.arguments", "hybrid.deepspeed", "hybrid.layout")
+TORCHLESS = (
+    *("hybrid.fields", "hybrid.algorithms", "hybrid.config", "hybrid.arguments", "hybrid.deepspeed"),
+    "hybrid.layout",
+)
 
 
 def module_name(path: Path) -> str:

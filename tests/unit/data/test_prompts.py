@@ -31,7 +31,10 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("row", "text", "columns"),
     [
-        ({"prompt": "a", "answer": 1}, "a", {"answer": 1}),
+        ({"prompt": "a", "answer": 1}, "a", {"answer": 1, "ground_truth": 1}),
+        ({"prompt": "a", "solution": "b", "label": 0}, "a", {"solution": "b", "label": 0, "ground_truth": "b"}),
+        ({"prompt": "a", "ground_truth": 2, "answer": 1}, "a", {"ground_truth": 2, "answer": 1}),
+        ({"prompt": "a", "label": False}, "a", {"label": False, "ground_truth": False}),
         ({"text": "a"}, "a", {}),
         ({"prompt": "a", "completion": "b"}, "a", {"completion": "b"}),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a", {"chosen": "b", "rejected": "c"}),
@@ -56,7 +59,18 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
             },
         ),
     ],
-    ids=["prompt", "text", "completion", "preference", "messages-in-prompt", "messages", "verl"],
+    ids=[
+        "answer",
+        "solution",
+        "ground-truth",
+        "label",
+        "text",
+        "completion",
+        "preference",
+        "messages-in-prompt",
+        "messages",
+        "verl",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:prompts are plain text")
 def test_columns_are_found_without_flags(row: dict[str, Any], text: str, columns: dict[str, Any]) -> None:
@@ -160,8 +174,8 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
             file, tiny_tokenizer(), max_prompt_length=50, prompt_column="question", apply_chat_template=False
         )
         assert [(row.text, row.columns) for row in dataset.rows] == [
-            ("What, then?\n2+2", {"answer": 4}),
-            ("ü", {"answer": 5}),
+            ("What, then?\n2+2", {"answer": 4, "ground_truth": 4}),
+            ("ü", {"answer": 5, "ground_truth": 5}),
         ], file
 
 
@@ -210,3 +224,42 @@ def test_order_depends_on_seed_and_step_alone() -> None:
     assert texts[:10] != texts[10:]
     assert dataset.batch(0, 4, seed=1) != drawn[0]
     assert len(dataset.batch(0, 25, seed=0)) == 25  # more than there are
+
+
+def test_a_column_that_only_some_rows_have_is_none_in_the_others() -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": 1}, {"prompt": "c", "reward_model": {"ground_truth": "2"}}]
+    dataset = make(rows, apply_chat_template=False)
+    assert [row.columns["ground_truth"] for row in dataset.rows] == [None, 1, "2"]
+    assert all(sorted(row.columns) == ["answer", "ground_truth", "reward_model"] for row in dataset.rows)
+
+
+def test_verls_nested_form_from_a_parquet_file(tmp_path: Path) -> None:
+    import datasets
+
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": QUESTION,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    file = str(tmp_path / "train.parquet")
+    datasets.Dataset.from_list([row]).to_parquet(file)
+    (prompt,) = load_prompts(file, tiny_tokenizer(), max_prompt_length=50).rows
+    assert prompt.text == TEMPLATED
+    rest = {name: value for name, value in row.items() if name != "prompt"}
+    assert prompt.columns == {**rest, "messages": QUESTION, "ground_truth": "72"}
+
+
+def test_duplicates_unicode_and_very_long_prompts() -> None:
+    texts = ["same", "same", "Ünïcödé \u2028 漢字 \U0001f600 e\u0301", "x" * 100_000, "\u200f\u05d0"]
+    rows = [{"prompt": text} for text in texts]
+    options: dict[str, Any] = {"apply_chat_template": False}
+    whole = make(rows, max_prompt_length=100_000, **options)
+    assert [row.text for row in whole.rows] == texts
+    assert [tiny_tokenizer().decode(row.token_ids) for row in whole.rows] == texts
+    assert Counter(prompt.text for step in range(2) for prompt in whole.batch(step, 5, seed=0)) == {
+        text: 2 * texts.count(text) for text in texts
+    }
+    with pytest.warns(UserWarning, match="1 of the 5 prompts of the rows given are longer"):
+        assert make(rows, max_prompt_length=99_999, **options).num_dropped == 1

@@ -80,6 +80,9 @@ def test_no_samples_need_no_call() -> None:
         ([1.0, float("nan"), 1.0], r"returned nan for sample 1 \(prompt 'p1', completion 'yes'\)"),
         ([1.0, 1.0, float("inf")], r"returned inf for sample 2 "),
         (["1", 1, 1], r"returned '1' for sample 0 "),
+        ([10**400, 1, 1], r"returned 1000.* for sample 0 "),
+        ([object(), 1, 1], r"returned '<object object at .*>' for sample 0 "),
+        ({1.0, 2.0, 3.0}, r"returned set; return a list"),
     ],
 )
 def test_a_wrong_result_is_named(values: Any, message: str) -> None:

@@ -14,6 +14,8 @@ from hybrid.models.heads import token_values
 from hybrid.models.loading import load_tokenizer, load_value_model, resolve_model
 from hybrid.rewards import ModelReward
 
+QUESTION = [{"role": "user", "content": "Hi"}]
+
 
 @pytest.fixture
 def reward(tiny_reward_model: Path) -> ModelReward:
@@ -69,3 +71,32 @@ def test_every_rank_takes_part_in_as_many_forwards(reward: ModelReward) -> None:
     reward.model.values = lambda batch: calls.append(batch.num_targets) or values(batch)
     assert reward.score([], [], [], {}).rewards == []
     assert calls == [0, 0, 0]
+
+
+def test_the_actors_tokens_template_and_vocabulary_mean_nothing_to_it(tmp_path: Path) -> None:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.tiny import save_tiny_reward_model
+
+    directory = save_tiny_reward_model(tmp_path / "words", vocab_size=32)
+    words = ["<unk>", "<end>", "Human", "Robot", ":", "Hi", "Yo", "."]
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>"))
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # pyright: ignore
+    own = PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>", eos_token="<end>")
+    own.chat_template = (
+        "{% for m in messages %}{{ 'Human' if m.role == 'user' else 'Robot' }}: {{ m.content }} {% endfor %}"
+    )
+    own.save_pretrained(directory)
+    resolved = resolve_model(str(directory))
+    module = load_value_model(resolved, torch.float32, new_head=False)
+    mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
+    model: Any = SimpleNamespace(mesh=mesh, values=lambda batch: token_values(module, batch))
+    reward = ModelReward(model, load_tokenizer(resolved))
+    # Ids and text of an actor with bytes for tokens and a template of its own.
+    output = reward.score(["<|user|>Hi<|end|><|assistant|>"], ["Yo."], [[200, 250, 261]], {"messages": [QUESTION]})
+    with torch.no_grad():
+        oracle_model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+        ids = [words.index(word) for word in ("Human", ":", "Hi", "Robot", ":", "Yo", ".")]
+        expected = oracle_model(torch.tensor([ids])).logits.item()
+    assert output.rewards == pytest.approx([expected], abs=1e-5)

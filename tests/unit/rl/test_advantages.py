@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid.rl.advantages import explained_variance, gae, whiten
+from hybrid.rl.advantages import explained_variance, gae, rewards_to_go, whiten, whiten_groups
 
 
 def _random(lengths, seed):
@@ -102,6 +102,25 @@ def test_whiten_of_one_token_or_equal_tokens_stays_finite():
     assert whiten([torch.tensor([3.0])], list)[0].tolist() == [0.0]
     assert whiten([torch.tensor([3.0, 3.0])], list)[0].tolist() == [0.0, 0.0]
     assert whiten([], list) == []
+
+
+def test_whitening_by_group_is_whitening_each_group_wherever_its_tensors_are():
+    tensors, groups = _random([4, 7, 1, 9, 2], 6), [0, 2, 0, 2, 3]
+    expected = {group: torch.cat([t for t, g in zip(tensors, groups, strict=True) if g == group]) for group in groups}
+    shares = [slice(0, 1), slice(0, 0), slice(1, 5)]
+    results = _Ranks(
+        [lambda reduce, part=part: whiten_groups(tensors[part], groups[part], 4, reduce) for part in shares]
+    ).run()
+    actual = [t for result in results for t in result]
+    for group, members in expected.items():
+        mine = torch.cat([t for t, g in zip(actual, groups, strict=True) if g == group])
+        torch.testing.assert_close(mine, (members - members.mean()) / members.std(), rtol=1e-5, atol=1e-6)
+    assert whiten_groups([torch.tensor([3.0])], [0], 1, list)[0].tolist() == [0.0]
+
+
+def test_rewards_to_go():
+    (actual,) = rewards_to_go([torch.tensor([1.0, 0.0, 4.0])], 0.5)
+    assert actual.tolist() == [2.0, 2.0, 4.0]
 
 
 def test_explained_variance():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from rl_fakes import run_world
 
-from hybrid.rl.metrics import StepMetrics
+from hybrid.rl.metrics import StepMetrics, sample_metrics
 from hybrid.rl.rollout import ScoredSample
-from hybrid.rl.trainer import sample_metrics
 
 
 def test_reduces_over_ranks_and_calls():
@@ -42,7 +41,7 @@ def test_sample_metrics():
             _sample(1, 4.0, length=0, parts={"a": 5.0, "b": 2.0}),
             _sample(1, None, parts={"a": None, "b": None}),
             _sample(1, 0.0),
-            _sample(2, None),
+            _sample(2, None, parts={"a": None, "a/length": 7.0}),
         ]
     )
     assert metrics == pytest.approx(
@@ -51,6 +50,7 @@ def test_sample_metrics():
             "reward_std": 1.5,
             "rewards/a/mean": 3.0,
             "rewards/b/mean": 2.0,
+            "rewards/a/length": 7.0,
             "frac_reward_zero_std": 0.5,
             "completions/mean_length": 4.0,
             "completions/min_length": 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from rl_fakes import EOS, FakeActor, FakeModel, FakePrompts, FakeReward, run_world
 
+from hybrid.algorithms import ALGORITHMS
 from hybrid.config import PPOConfig
 from hybrid.inference.params import SamplingParams
+from hybrid.rl.metrics import StepMetrics
 from hybrid.rl.rollout import request_seed
 from hybrid.rl.trainer import PPOTrainer
 
@@ -53,7 +56,7 @@ def _reward(prompt: str, completion: list[int], index: int) -> float | None:
 def _trainer(mesh, config, reward=_reward, lr=0.3, ref=True, **kwargs) -> PPOTrainer:
     return PPOTrainer(
         FakeActor(mesh, lr=lr, seed=1),
-        FakeModel(mesh, lr=lr, valued=True, seed=2),
+        FakeModel(mesh, lr=lr, valued=True, seed=2) if config.traits.has_critic else None,
         FakeModel(mesh, seed=3) if ref else None,
         FakeReward(reward),
         FakePrompts(11),
@@ -76,7 +79,8 @@ def _run(size, tp_size, config, **kwargs):
 
 
 def _weights(trainer):
-    return [trainer.actor.embedding, trainer.actor.head, trainer.critic.embedding, trainer.critic.head]
+    models = [trainer.actor] if trainer.critic is None else [trainer.actor, trainer.critic]
+    return [weight for model in models for weight in (model.embedding, model.head)]
 
 
 def _keys(experiences):
@@ -107,6 +111,125 @@ def test_result_does_not_depend_on_the_micro_batch_budget(budget):
     torch.testing.assert_close(_weights(other), _weights(one), rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(actual, expected, strict=True):
         assert _comparable(mine) == pytest.approx(_comparable(theirs), rel=1e-5, abs=1e-6)
+
+
+# Each algorithm, and each flag that changes what is summed up over tokens, sequences or groups.
+VARIANTS = [
+    *({"algorithm": name} for name in ALGORITHMS),
+    *({"algorithm": "ppo", "aggregation": how} for how in ("sequence_mean", "sum_over_constant")),
+    {"algorithm": "grpo", "aggregation": "token_mean", "kl_in": "reward", "kl_estimator": "k1", "dual_clip": 3.0},
+    {"algorithm": "dr_grpo", "whiten_advantages": True, "whiten_by": "group", "kl_coef": 0.1, "kl_estimator": "k2"},
+    {"algorithm": "gspo", "rollout_correction": "sequence_tis", "entropy_coef": 0.01},
+    {"algorithm": "dapo", "rollout_correction": "mask", "mask_truncated_completions": True, "max_resamplings": 1},
+    {"algorithm": "cispo", "rollout_correction": "token_tis", "early_stop_kl": 1e-4},
+]
+
+
+def _variant(changes):
+    epochs = 1 if changes["algorithm"] == "rloo" else 2
+    return _config(**{"num_ppo_epochs": epochs, "num_minibatches": 2, "num_generations": 3, **changes})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: " ".join(map(str, changes.values())))
+def test_no_algorithm_depends_on_world_micro_batches_or_order(changes):
+    config = _variant(changes)
+    ((alone, expected),) = _run(1, 1, config)
+    assert alone.actor.weights_version > 0 and expected[0]["actor/grad_norm"] > 0
+    tight = dataclasses.replace(config, max_tokens_per_microbatch=5)
+    for size, tp_size, settings in ((2, 1, config), (4, 2, tight), (1, 1, tight)):
+        for trainer, steps in _run(size, tp_size, settings):
+            for mine, theirs in zip(steps, expected, strict=True):
+                assert _comparable(mine) == pytest.approx(_comparable(theirs), rel=1e-5, abs=1e-6)
+            torch.testing.assert_close(_weights(trainer), _weights(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_critic_there_is_none_in_metrics_and_calls():
+    ((trainer, (metrics, _)),) = _run(1, 1, _config(algorithm="grpo", num_generations=4))
+    gone = {name for name in METRIC_NAMES if name.split("/")[0] == "critic"} | {
+        *("timing_s/values", "timing_s/update_critic")
+    }
+    gone -= {f"critic/{kind}/{which}" for kind in ("rewards", "advantages") for which in ("mean", "max", "min")}
+    assert sorted(metrics) == sorted({*METRIC_NAMES, "actor/kl_loss"} - gone)
+    assert trainer.critic is None
+
+
+def test_an_algorithm_and_a_critic_must_fit():
+    def main(mesh):
+        for algorithm, critic in (("ppo", None), ("grpo", FakeModel(mesh, valued=True))):
+            config = _config(algorithm=algorithm)
+            with pytest.raises(ValueError, match="needs a critic" if critic is None else "has no critic; pass None"):
+                PPOTrainer(FakeActor(mesh), critic, None, FakeReward(_reward), FakePrompts(3), config)
+
+    assert run_world(1, 1, main) == [None]
+
+
+def test_a_kl_penalty_in_the_loss_leaves_the_rewards_alone_and_pulls_to_the_reference():
+    """With a reward that never varies GRPO's advantages are 0, so the penalty alone moves the policy."""
+    config = _config(algorithm="grpo", kl_coef=1.0, num_generations=4)
+    ((trainer, steps),) = _run(1, 1, config, steps=12, lr=2.0, reward=lambda *_: 1.0)
+    assert all(metrics["critic/rewards/max"] == metrics["critic/rewards/min"] == 1.0 for metrics in steps)
+    assert steps[0]["actor/pg_loss"] == pytest.approx(0, abs=1e-6)
+    assert steps[0]["actor/kl_loss"] == pytest.approx(_mean_of_sequences(trainer.mesh, config), rel=1e-5)
+    assert steps[-1]["kl"] < steps[0]["kl"] / 2
+
+
+def _mean_of_sequences(mesh, config) -> float:
+    """k3 of the first step's samples, averaged over each sequence and then over all."""
+    trainer = _trainer(mesh, config, reward=lambda *_: 1.0)
+    batch = trainer.sampler.sample(0)
+    means = []
+    for t in batch.trajectories:
+        context = [t.prompt_ids[-1], *t.completion_ids[:-1]]
+        mine, ref = (
+            torch.log_softmax(m.embedding[context] @ m.head.T / config.temperature, -1)[
+                range(len(t.completion_ids)), t.completion_ids
+            ].detach()
+            for m in (trainer.actor, trainer.maker.ref)
+        )
+        means.append(float(((ref - mine).exp() - 1 - (ref - mine)).mean()))
+    return sum(means) / len(means)
+
+
+def test_updates_stop_once_the_policy_is_too_far():
+    settings = {"num_ppo_epochs": 4, "num_minibatches": 3}
+    ((free, (metrics,)),) = _run(1, 1, _config(**settings), steps=1, lr=3.0)
+    assert free.actor.weights_version == 12 and "actor/early_stopped" not in metrics
+    ((stopped, (metrics,)),) = _run(1, 1, _config(**settings, early_stop_kl=0.01), steps=1, lr=3.0)
+    assert 1 < stopped.actor.weights_version < 12 and metrics["actor/early_stopped"] == 1
+    ((patient, (metrics,)),) = _run(1, 1, _config(**settings, early_stop_kl=1e6), steps=1, lr=3.0)
+    assert patient.actor.weights_version == 12 and metrics["actor/early_stopped"] == 0
+
+
+def test_truncated_completions_can_be_left_out_of_the_loss_but_not_of_the_baseline():
+    config = _config(algorithm="dr_grpo", prompts_per_step=8, num_generations=4, mask_truncated_completions=True)
+    reward = lambda prompt, ids, index: float(len(ids))  # noqa: E731
+
+    def main(mesh):
+        trainer = _trainer(mesh, config, reward=reward)
+        batch = trainer.sampler.sample(0)
+        return batch.trajectories, trainer.maker.make(batch.trajectories, 0.0, StepMetrics())
+
+    ((trajectories, experiences),) = run_world(1, 1, main)
+    assert 0 < len(experiences) < len(trajectories)
+    assert all(e.trajectory.finish_reason == "stop" for e in experiences)
+    for e in experiences:
+        group = [len(t.completion_ids) for t in trajectories if t.prompt_index == e.trajectory.prompt_index]
+        expected = len(e.trajectory.completion_ids) - sum(group) / len(group)
+        assert e.advantages.tolist() == pytest.approx([expected] * len(e.trajectory.completion_ids), abs=1e-6)
+
+
+def test_the_punishment_for_length_is_taken_from_the_reward():
+    config = _config(overlong_buffer=4, overlong_penalty=2.0, kl_coef=0.0)
+
+    def main(mesh):
+        trainer = _trainer(mesh, config, reward=lambda *_: 1.0)
+        return trainer.maker.make(trainer.sampler.sample(0).trajectories, 0.0, StepMetrics())
+
+    (experiences,) = run_world(1, 1, main)
+    for e in experiences:
+        length = len(e.trajectory.completion_ids)
+        assert e.rewards.tolist() == pytest.approx([0.0] * (length - 1) + [1.0 - 2.0 * max(length - 2, 0) / 4])
 
 
 def test_every_rank_runs_as_many_forwards_and_backwards():

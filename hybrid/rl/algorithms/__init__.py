@@ -1,0 +1,1 @@
+"""What the on-policy algorithms compute: one file of pure functions for each, and a table of them."""
