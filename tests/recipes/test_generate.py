@@ -256,11 +256,16 @@ def test_a_run_that_is_killed_keeps_what_it_wrote(tiny_llama: Path, tmp_path: Pa
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
+        # Where these tests run in the background, interrupts are ignored, and children would ignore them too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (out.exists() and out.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (out.exists() and out.stat().st_size):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, error
     assert f"goes on behind row {len(read_lines(out))} of 4000" in error
