@@ -109,9 +109,7 @@ def _watch(processes: Sequence[subprocess.Popen], is_over: threading.Event) -> N
         failed = next((rank for rank, process in enumerate(processes, 1) if process.poll()), None)
         if failed is not None and not is_over.wait(_GRACE_S):
             code = processes[failed - 1].returncode
-            print(
-                f"error: rank {failed} ended with exit code {code}; what it says is above", file=sys.stderr, flush=True
-            )
+            print(f"error: rank {failed} ended with exit code {code}, see above", file=sys.stderr, flush=True)
             _end(processes, 0.0)
             os._exit(1)
 

@@ -139,8 +139,11 @@ float weigh(float *scores, int64_t low, int64_t high, float softcap, float &top,
         parts[j] = (lane >= (float)low) & (lane < (float)high) ? x : splat(NEVER);
         peak = maximum(peak, parts[j]);
     }
-    float next = std::max(top, largest(peak));
-    if (next == NEVER) next = 0; // nothing visible yet
+    const float next = std::max(top, largest(peak));
+    if (next == NEVER) { // nothing is visible yet: as if the tile had not been looked at
+        for (int j = 0; j < PARTS; j++) store(scores + j * LANES, (vec){});
+        return 0;
+    }
     vec sums = {};
     for (int j = 0; j < PARTS; j++) {
         vec weight = exp_nonpositive(parts[j] - next);

@@ -184,8 +184,7 @@ def test_a_file_of_rows_on_one_rank_and_as_replicas_and_as_tensor_ranks(tiny_lla
     outputs = []
     for name, launcher, more in (
         ("one", None, ""),
-        ("replicas", TORCHRUN, "--prompts_per_step 3"),
-        ("own replicas", None, "--prompts_per_step 3 --replicas 2"),
+        ("replicas", None, "--prompts_per_step 3 --replicas 2"),
         ("tensor", TORCHRUN, "--tp_size 2"),
     ):
         out = tmp_path / f"{name}.jsonl"

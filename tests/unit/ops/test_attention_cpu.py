@@ -94,7 +94,7 @@ def test_equals_sdpa_of_each_sequence(window, softcap, q_heads, kv_heads, head_d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, 8.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, 8.0), (6, None)])
 def test_a_token_has_the_same_bits_whatever_is_attended_beside_it(dtype, window, softcap):
     """In a chunk, in another one, decoding alone, beside samples that share its prompt, and laid end to end."""
     options = {"scale": 0.2, "window": window, "softcap": softcap}
@@ -124,6 +124,19 @@ def test_a_token_has_the_same_bits_whatever_is_attended_beside_it(dtype, window,
     cu_seqlens = torch.from_numpy(bounds).int()
     tensors = [torch.cat([sequence[index] for sequence in sequences]) for index in range(3)]
     assert torch.equal(varlen_attention(*tensors, cu_seqlens, 210, exact=True, **options), whole)
+
+
+@pytest.mark.parametrize("window", [None, 6, 65])
+def test_scores_far_under_zero(window):
+    """Rows beside others that see a tile which they do not must not take its nothing for a score of 0."""
+    query, key, value = random_sequence(150, 4, 2, 16, torch.float32)
+    query, key = -3 - query.abs(), 4 + key.abs()
+    pool = Pool([150], 16, 2, 16, torch.float32)
+    pool.fill([(query, key, value)])
+    output = paged_attention(query, pool.key, pool.value, pool.batch([150]), scale=1.0, window=window)
+    torch.testing.assert_close(output.double(), alone(query, key, value, 1.0, window, None), atol=3e-4, rtol=3e-4)
+    last = paged_attention(query[149:], pool.key, pool.value, pool.batch([1]), scale=1.0, window=window)
+    assert torch.equal(last[0], output[149])
 
 
 def test_exact_attention_has_the_reference_s_gradient():
