@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from pathlib import Path
 
 # Before anything imports them: tests ask no network, and tokenizers' threads do not survive a fork.
@@ -28,6 +30,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+_exit_status = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_exit_status] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave as `run_main` does: after all is done and said, torch's own teardown crashes now and then."""
+    status = config.stash.get(_exit_status, None)
+    if status is not None:
+        atexit._run_exitfuncs()  # temporary directories and processes of the tests
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @pytest.fixture(scope="session")
