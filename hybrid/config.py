@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from hybrid.algorithms import PPOConfig
-from hybrid.fields import at_least as _at_least
-from hybrid.fields import finite as _finite
-from hybrid.fields import in_range as _in_range
-from hybrid.fields import positive as _positive
-from hybrid.fields import require as _require
-from hybrid.fields import setting
+from hybrid.fields import at_least, finite, in_range, positive, require, setting
 
 # Those of transformers' get_scheduler that go by the step alone.
 Schedule = Literal[
@@ -69,10 +64,10 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(0, reward_timeout=self.reward_timeout)
-        _finite(**{f"reward_weights[{i}]": weight for i, weight in enumerate(self.reward_weights)})
+        at_least(0, reward_timeout=self.reward_timeout)
+        finite(**{f"reward_weights[{i}]": weight for i, weight in enumerate(self.reward_weights)})
         num_rewards = len(self.rewards)
-        _require(
+        require(
             not self.reward_weights or len(self.reward_weights) == num_rewards,
             f"reward_weights={self.reward_weights} are not one for each reward, of which there are {num_rewards}; set "
             "--reward_weights to as many numbers as --reward has names",
@@ -108,10 +103,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for number, weight in enumerate(self.prompt_weights):
-            _finite(**{f"prompt_weights[{number}]": weight})
-            _positive(**{f"prompt_weights[{number}]": weight})
+            finite(**{f"prompt_weights[{number}]": weight})
+            positive(**{f"prompt_weights[{number}]": weight})
         num_sources = len(self.sources)
-        _require(
+        require(
             not self.prompt_weights or len(self.prompt_weights) == num_sources,
             f"prompt_weights={self.prompt_weights} are not one for each source of prompts, of which there are "
             f"{num_sources}; set --prompt_weights to as many numbers as --prompts has names",
@@ -130,7 +125,7 @@ class ParallelConfig:
     tp_size: int = setting(1, "how many ranks cut each layer between them while generating")
 
     def __post_init__(self) -> None:
-        _at_least(1, tp_size=self.tp_size)
+        at_least(1, tp_size=self.tp_size)
 
     def check_world(self, world_size: int) -> None:
         """Raise ValueError if ``tp_size`` does not divide ``world_size``."""
@@ -190,15 +185,15 @@ class ZeroConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(self.stage in (0, 1, 2, 3), f"stage={self.stage} is no ZeRO stage; choose 0, 1, 2 or 3")
-        _require(
+        require(self.stage in (0, 1, 2, 3), f"stage={self.stage} is no ZeRO stage; choose 0, 1, 2 or 3")
+        require(
             self.reduce_dtype in ("auto", "fp32"), f"reduce_dtype={self.reduce_dtype!r} is unknown; choose auto or fp32"
         )
-        _require(
+        require(
             self.gradient_checkpointing in ("none", "selective", "full"),
             f"gradient_checkpointing={self.gradient_checkpointing!r} is unknown; choose none, selective or full",
         )
-        _at_least(
+        at_least(
             0,
             persistence_threshold=self.persistence_threshold,
             prefetch_bucket_size=self.prefetch_bucket_size,
@@ -206,7 +201,7 @@ class ZeroConfig:
             max_reuse_distance=self.max_reuse_distance,
             reduce_bucket_size=self.reduce_bucket_size,
         )
-        _at_least(1, sub_group_size=self.sub_group_size)
+        at_least(1, sub_group_size=self.sub_group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,33 +229,33 @@ class OptimConfig:
     min_loss_scale: float = setting(1.0, "fp16: the dynamic loss scale goes no lower; an overflow there is an error")
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.optimizer in get_args(Optimizer),
             f"optimizer={self.optimizer!r} is unknown; choose one of {', '.join(get_args(Optimizer))}",
         )
-        _at_least(1, loss_scale_window=self.loss_scale_window, hysteresis=self.hysteresis)
-        _at_least(0, loss_scale=self.loss_scale, initial_scale_power=self.initial_scale_power)
-        _positive(min_loss_scale=self.min_loss_scale)
-        _finite(loss_scale=self.loss_scale, min_loss_scale=self.min_loss_scale)
-        _at_least(
+        at_least(1, loss_scale_window=self.loss_scale_window, hysteresis=self.hysteresis)
+        at_least(0, loss_scale=self.loss_scale, initial_scale_power=self.initial_scale_power)
+        positive(min_loss_scale=self.min_loss_scale)
+        finite(loss_scale=self.loss_scale, min_loss_scale=self.min_loss_scale)
+        at_least(
             0,
             learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,
             warmup_steps=self.warmup_steps,
         )
-        _positive(eps=self.eps)
-        _finite(learning_rate=self.learning_rate, weight_decay=self.weight_decay, eps=self.eps)
-        _require(
+        positive(eps=self.eps)
+        finite(learning_rate=self.learning_rate, weight_decay=self.weight_decay, eps=self.eps)
+        require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas={self.betas} must be two numbers in [0, 1)",
         )
-        _require(
+        require(
             self.lr_scheduler in get_args(Schedule),
             f"lr_scheduler={self.lr_scheduler!r} is unknown; choose one of {', '.join(get_args(Schedule))}",
         )
         example = SCHEDULE_EXAMPLES.get(self.lr_scheduler)
-        _require(
+        require(
             example is None or self.lr_scheduler_kwargs is not None,
             f"lr_scheduler={self.lr_scheduler!r} needs arguments of its own; set lr_scheduler_kwargs, to {example} say",
         )
@@ -273,8 +268,8 @@ class CriticConfig:
     critic_learning_rate: float = setting(1e-5, "the critic's peak learning rate")
 
     def __post_init__(self) -> None:
-        _at_least(0, critic_learning_rate=self.critic_learning_rate)
-        _finite(critic_learning_rate=self.critic_learning_rate)
+        at_least(0, critic_learning_rate=self.critic_learning_rate)
+        finite(critic_learning_rate=self.critic_learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,16 +293,16 @@ class InferenceConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             1,
             block_size=self.block_size,
             max_tokens_per_step=self.max_tokens_per_step,
             max_num_seqs=self.max_num_seqs,
         )
-        _positive(kv_cache_gb=self.kv_cache_gb)
-        _in_range(0, 1, open_low=True, kv_memory_fraction=self.kv_memory_fraction)
+        positive(kv_cache_gb=self.kv_cache_gb)
+        in_range(0, 1, open_low=True, kv_memory_fraction=self.kv_memory_fraction)
         if self.kv_blocks != "auto":
-            _at_least(1, kv_blocks=self.kv_blocks)
+            at_least(1, kv_blocks=self.kv_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,10 +327,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.total_steps is not None:
-            _at_least(1, total_steps=self.total_steps)
-        _at_least(1, logging_steps=self.logging_steps)
-        _at_least(0, save_steps=self.save_steps, save_total_limit=self.save_total_limit)
-        _require(
+            at_least(1, total_steps=self.total_steps)
+        at_least(1, logging_steps=self.logging_steps)
+        at_least(0, save_steps=self.save_steps, save_total_limit=self.save_total_limit)
+        require(
             self.resume_from_checkpoint != "auto" or self.output_dir is not None,
             "resume_from_checkpoint=auto looks in output_dir, which is not set; set --output_dir to the run's",
         )
@@ -385,23 +380,23 @@ class GenerateConfig:
     seed: int = setting(0, "seeds every sample; the same seed gives the same text on any number of ranks")
 
     def __post_init__(self) -> None:
-        _at_least(1, prompts_per_step=self.prompts_per_step)
-        _at_least(0, seed=self.seed)
+        at_least(1, prompts_per_step=self.prompts_per_step)
+        at_least(0, seed=self.seed)
         if self.replicas != "auto":
-            _at_least(1, replicas=self.replicas)
-        _require(
+            at_least(1, replicas=self.replicas)
+        require(
             not (self.prompt and self.prompts),
             f"prompts={self.prompts!r} is a file and prompt={self.prompt[:1]} is given too; set one of the two",
         )
-        _require(
+        require(
             self.output is None or bool(self.prompt or self.prompts),
             f"output={self.output!r} is for prompts that are known; set --prompts to a file, or --prompt",
         )
-        _require(
+        require(
             self.system is None or self.apply_chat_template,
             "system is a message of the chat template, which apply_chat_template=False leaves out; set one of the two",
         )
-        _require(not self.resume or self.output is not None, "resume goes on with output; set --output too")
+        require(not self.resume or self.output is not None, "resume goes on with output; set --output too")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,9 +451,9 @@ class ExamplesConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(2, max_length=self.max_length)
-        _at_least(0, eval_size=self.eval_size)
-        _require(
+        at_least(2, max_length=self.max_length)
+        at_least(0, eval_size=self.eval_size)
+        require(
             not (self.eval_data and self.eval_size),
             f"eval_data={self.eval_data!r} is what to evaluate on, and eval_size={self.eval_size} would hold out more; "
             "set one of the two",
@@ -484,10 +479,10 @@ class LearnConfig:
     seed: int = setting(0, "seeds the order of the examples, and which are held out")
 
     def __post_init__(self) -> None:
-        _at_least(1, examples_per_step=self.examples_per_step, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
-        _at_least(0, eval_steps=self.eval_steps, seed=self.seed)
-        _positive(num_train_epochs=self.num_train_epochs)
-        _finite(num_train_epochs=self.num_train_epochs)
+        at_least(1, examples_per_step=self.examples_per_step, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
+        at_least(0, eval_steps=self.eval_steps, seed=self.seed)
+        positive(num_train_epochs=self.num_train_epochs)
+        finite(num_train_epochs=self.num_train_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,7 +494,7 @@ class SFTConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.loss_on in ("completions", "all"), f"loss_on={self.loss_on!r} is unknown; choose completions or all"
         )
 
@@ -514,15 +509,15 @@ class PreferenceConfig:
     label_smoothing: float = setting(0.0, "dpo: the probability that a pair is the wrong way round")
 
     def __post_init__(self) -> None:
-        _require(self.objective in ("reward", "dpo"), f"objective={self.objective!r} is unknown; choose reward or dpo")
-        _positive(beta=self.beta)
-        _finite(beta=self.beta)
-        _require(
+        require(self.objective in ("reward", "dpo"), f"objective={self.objective!r} is unknown; choose reward or dpo")
+        positive(beta=self.beta)
+        finite(beta=self.beta)
+        require(
             0 <= self.label_smoothing < 0.5,
             f"label_smoothing={self.label_smoothing} is out of range; it must be in [0, 0.5)",
         )
         for name, default in (("ref", None), ("beta", 0.1), ("label_smoothing", 0.0)):
-            _require(
+            require(
                 self.objective == "dpo" or getattr(self, name) == default,
                 f"{name}={getattr(self, name)} is for dpo, and objective={self.objective} has none; leave it out, or "
                 "set --objective dpo",

@@ -25,7 +25,7 @@ _STARTED = "HYBRID_STARTED"  # set in ranks that a first one started
 _PATIENCE_S, _GRACE_S = 60.0, 5.0
 # A rank's own: the interpreter, torch and what a step works with.
 _BASE_BYTES = 1 << 30
-# More has not been measured, and each is a copy of the weights.
+# Each is a copy of the weights, and two are what has been measured.
 _MOST_REPLICAS = 8
 # Samples for each replica under which its start is not worth while.
 _FEWEST_SAMPLES = 16

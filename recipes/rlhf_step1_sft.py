@@ -32,10 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(settings: SFTSettings) -> None:
-    from hybrid.learning.run import check_run, run_training
+    from hybrid.learning.run import run_training
     from hybrid.learning.setup import find_sft_inputs, load_sft
     from hybrid.learning.trainer import LearningTrainer
     from hybrid.parallel import init_parallel
+    from hybrid.runs import check_run
 
     quieten()
     with input_errors():

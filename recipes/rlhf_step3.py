@@ -53,7 +53,8 @@ def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def run(settings: PPOSettings, deepspeed: DeepSpeedArguments) -> None:
     from hybrid.rewards import RewardError
-    from hybrid.rl.setup import check_run, find_inputs
+    from hybrid.rl.setup import find_inputs
+    from hybrid.runs import check_run
 
     quieten()
     with input_errors():
@@ -69,8 +70,9 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
     from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints
     from hybrid.monitor import RunRecorder, Timers, make_output_dir
     from hybrid.parallel import init_parallel
-    from hybrid.rl.setup import load_parts, resumes_in_place, settings_to_compare
+    from hybrid.rl.setup import load_parts, settings_to_compare
     from hybrid.rl.trainer import PPOTrainer
+    from hybrid.runs import resumes_in_place
 
     mesh = init_parallel(settings.parallel.tp_size)
     parts = load_parts(inputs, settings, mesh)
@@ -99,7 +101,12 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
         configs = settings._replace(run=resolved)
         save_config(output_dir / "config.yaml", configs)
         recorder = RunRecorder(
-            output_dir, total_steps=steps, config=to_flags(configs), run=resolved, resume_step=trainer.global_step
+            output_dir,
+            total_steps=steps,
+            config=to_flags(configs),
+            run=resolved,
+            title=settings.ppo.algorithm,
+            resume_step=trainer.global_step,
         )
 
     def after_step(step: int, metrics: dict[str, float]) -> None:

@@ -135,9 +135,8 @@ def random_tokens(options: argparse.Namespace, vocab_size: int, seed: int) -> to
 
 
 def hybrid_step(options: argparse.Namespace, model: ResolvedModel, mesh: ParallelMesh) -> Step:
-    opened = open_causal_lm(model, DTYPES[options.dtype])
-    sharded = ShardedModel(
-        opened.module,
+    sharded = ShardedModel.load(
+        open_causal_lm(model, DTYPES[options.dtype]),
         mesh,
         zero=ZeroConfig(stage=options.zero_stage, gradient_checkpointing=options.gradient_checkpointing),
         optim=OptimConfig(
@@ -147,7 +146,6 @@ def hybrid_step(options: argparse.Namespace, model: ResolvedModel, mesh: Paralle
             max_grad_norm=MAX_GRAD_NORM,
             lr_scheduler="constant",
         ),
-        weights=opened.weights,
     )
 
     def step(ids: torch.Tensor) -> float:

@@ -9,10 +9,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from jinja2 import TemplateError
+
+from hybrid.data.mixing import mixed_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +70,8 @@ class ExampleDataset(Generic[T]):
         """
         places = range(step * size, min((step + 1) * size, end if end is not None else (step + 1) * size))
         num_rows = len(self.rows)
-        return [self.rows[_order(num_rows, seed, place // num_rows)[place % num_rows]] for place in places]
+        sizes = (num_rows,)
+        return [self.rows[mixed_order(sizes, sizes, seed, place // num_rows)[place % num_rows]] for place in places]
 
     def hold_out(self, size: int, seed: int) -> tuple[ExampleDataset[T], ExampleDataset[T]]:
         """This dataset without ``size`` of its examples, drawn by ``seed``, and those.
@@ -401,10 +403,3 @@ def _margin(row: Row) -> float:
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
         raise ValueError(f"a pair's margin is {margin!r}; it must be a number, or left out")
     return float(margin)
-
-
-@lru_cache(maxsize=4)
-def _order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(num_rows))
-    random.Random(f"examples/{seed}/{epoch}").shuffle(order)
-    return order

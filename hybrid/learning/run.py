@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tqdm import tqdm
-
 from hybrid.arguments import save_config, to_flags
-from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints, find_checkpoints, is_checkpoint
+from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints
 from hybrid.learning.setup import settings_to_compare
-from hybrid.monitor import MetricsLogger, check_output_dir, check_trackers, make_output_dir
+from hybrid.monitor import MetricsLogger, Progress, make_output_dir
+from hybrid.runs import resumes_in_place
 
 if TYPE_CHECKING:
     from hybrid.config import PreferenceSettings, RunConfig, SFTSettings
@@ -22,36 +21,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What the bar shows of a step's metrics: name, label.
-_SHOWN = (("loss", "loss"), ("accuracy", "accuracy"), ("eval/loss", "eval loss"), ("perf/tokens_per_s", "tok/s"))
-
-
-def check_run(run: RunConfig, role: str) -> Path | None:
-    """Check where a run would go and what it would go on from; returns the checkpoint, or None for a fresh run.
-
-    Args:
-        role: the directory that the run's model goes to, without which a run has not ended.
-
-    Raises:
-        ValueError: ``output_dir`` cannot be written or holds a run that would be lost, there is no such checkpoint, or
-            a tracker is missing.
-    """
-    directory, name = _directory(run), run.resume_from_checkpoint
-    checkpoint = None
-    if name == "auto":
-        checkpoint = next(reversed(find_checkpoints(directory)), None)
-    elif name is not None:
-        checkpoint = Path(name).expanduser()
-        if not is_checkpoint(checkpoint):
-            raise ValueError(
-                f"resume_from_checkpoint={name} is no complete checkpoint; set it to a checkpoint-N or to auto"
-            )
-    # A run that was stopped before its first checkpoint, and is started again with auto, has nothing to lose.
-    restarts = name == "auto" and checkpoint is None and not (directory / role).exists()
-    overwrite = run.overwrite_output_dir or _resumes_in_place(run, checkpoint) or restarts
-    check_output_dir(run.output_dir, overwrite=overwrite)
-    check_trackers(run.report_to)
-    return checkpoint
+# What the bar shows of a step's metrics: name, label, format.
+_SHOWN = (
+    ("loss", "loss", "{:.4g}"),
+    ("accuracy", "accuracy", "{:.3f}"),
+    ("eval/loss", "eval loss", "{:.4g}"),
+    ("perf/tokens_per_s", "tok/s", "{:.0f}"),
+)
 
 
 def run_training(
@@ -65,7 +41,7 @@ def run_training(
     mesh, run, objective = trainer.mesh, settings.run, trainer.objective
     output_dir = None
     if mesh.is_main:
-        replace = run.overwrite_output_dir and not _resumes_in_place(run, inputs.checkpoint)
+        replace = run.overwrite_output_dir and not resumes_in_place(run, inputs.checkpoint)
         output_dir = make_output_dir(run.output_dir, recipe, replace=replace)
     output_dir = mesh.broadcast_object(output_dir)
     if inputs.checkpoint is not None:
@@ -104,13 +80,11 @@ class _Recorder:
         self.output_dir, self.logging_steps = output_dir, run.logging_steps
         self._logger = MetricsLogger(output_dir, run.report_to, config, resume_step=step)
         self._evaluations = [kept for kept in self._logger.kept if "eval/loss" in kept]
-        self._bar = tqdm(total=run.total_steps, initial=step, desc="learn", unit="step", dynamic_ncols=True)
+        self._progress = Progress(run.total_steps, "learn", _SHOWN, initial=step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         if step:
-            shown = {label: f"{metrics[name]:.4g}" for name, label in _SHOWN if name in metrics}
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(1)
+            self._progress.update(metrics)
         if "eval/loss" in metrics:
             self._evaluations.append(dict(metrics))
         if step % self.logging_steps == 0 or "eval/loss" in metrics:
@@ -128,14 +102,5 @@ class _Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._progress.close()
         self._logger.close()
-
-
-def _directory(run: RunConfig) -> Path:
-    return Path(run.output_dir or ".").expanduser()
-
-
-def _resumes_in_place(run: RunConfig, checkpoint: Path | None) -> bool:
-    """Whether a run goes on in the directory of the one that it resumes."""
-    return checkpoint is not None and checkpoint.resolve().parent == _directory(run).resolve()

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid.checkpoint import read_trainer_state
-from hybrid.config import ExamplesConfig, LearnConfig, OptimConfig, PreferenceSettings, SFTSettings, ZeroConfig
+from hybrid.config import ExamplesConfig, LearnConfig, PreferenceSettings, SFTSettings
 from hybrid.data.conversations import Example, ExampleDataset, Pair, read_examples, read_pairs
 from hybrid.data.prompts import Row, read_rows
 from hybrid.data.tasks import LargerNumberTask
 from hybrid.learning.preference import DPOObjective, RewardObjective, with_reference
 from hybrid.learning.sft import SFTObjective
 from hybrid.models.loading import (
-    OpenedModel,
     ResolvedModel,
     check_value_model,
     load_tokenizer,
     open_causal_lm,
     open_value_model,
+    require_vocabulary,
     resolve_model,
 )
 from hybrid.parallel import ParallelMesh
+from hybrid.runs import check_resume
 from hybrid.zero.model import ShardedModel
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ class LearningInputs(Generic[T]):
 def find_sft_inputs(settings: SFTSettings, *, checkpoint: Path | None = None) -> LearningInputs[Example]:
     """Find what the settings of supervised training name, and check that it fits together.
 
-    ``checkpoint`` is what `check_run` found.
+    ``checkpoint`` is what `runs.check_run` found.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
@@ -84,11 +83,8 @@ def find_preference_inputs(settings: PreferenceSettings, *, checkpoint: Path | N
         check_value_model(model, new_head=True)
     ref = resolve_model(settings.preference.ref) if settings.preference.ref else None
     tokenizer = load_tokenizer(model)
-    if ref is not None and ref.source != model.source and load_tokenizer(ref).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"the ref {ref.name!r} has another vocabulary than the actor {model.name!r}, whose token ids it reads; "
-            "set --ref to a model of the actor's family"
-        )
+    if ref is not None:
+        require_vocabulary("ref", ref, model, tokenizer)
 
     def read(rows: Sequence[Row], source: str, template: bool | None) -> ExampleDataset[Pair]:
         return read_pairs(
@@ -112,7 +108,7 @@ def find_preference_inputs(settings: PreferenceSettings, *, checkpoint: Path | N
 def load_sft(inputs: LearningInputs[Example], settings: SFTSettings, mesh: ParallelMesh) -> SFTObjective:
     """Load the actor's weights and lay them out over the ranks; every rank calls this."""
     opened = open_causal_lm(inputs.model, settings.learn.dtype)
-    return SFTObjective(_sharded(opened, mesh, settings.zero, settings.optim))
+    return SFTObjective(ShardedModel.load(opened, mesh, zero=settings.zero, optim=settings.optim))
 
 
 def load_preference(
@@ -128,15 +124,16 @@ def load_preference(
         # transformers finds the last token of each of several sequences by it: a token early, where it ends them too.
         if inputs.tokenizer.pad_token_id != inputs.tokenizer.eos_token_id:
             opened.module.config.pad_token_id = inputs.tokenizer.pad_token_id
-        return RewardObjective(_sharded(opened, mesh, zero, settings.optim)), inputs.train, inputs.held_out
+        model = ShardedModel.load(opened, mesh, zero=zero, optim=settings.optim)
+        return RewardObjective(model), inputs.train, inputs.held_out
     budget = settings.learn.max_tokens_per_microbatch
     optim = settings.optim if inputs.ref is None else None
-    model = _sharded(open_causal_lm(inputs.ref or inputs.model, dtype), mesh, zero, optim)
+    model = ShardedModel.load(open_causal_lm(inputs.ref or inputs.model, dtype), mesh, zero=zero, optim=optim)
     train = with_reference(inputs.train, model, budget)
     held_out = with_reference(inputs.held_out, model, budget) if inputs.held_out is not None else None
     if inputs.ref is not None:
         del model  # before the actor is loaded
-        model = _sharded(open_causal_lm(inputs.model, dtype), mesh, zero, settings.optim)
+        model = ShardedModel.load(open_causal_lm(inputs.model, dtype), mesh, zero=zero, optim=settings.optim)
     objective = DPOObjective(model, beta=preference.beta, label_smoothing=preference.label_smoothing)
     return objective, train, held_out
 
@@ -144,13 +141,6 @@ def load_preference(
 def settings_to_compare(learn: LearnConfig) -> dict[str, Any]:
     """What a resumed run should share with the one that it goes on from; kept in its checkpoints."""
     return {"actor": learn.actor, "seed": learn.seed, "examples_per_step": learn.examples_per_step}
-
-
-def _sharded(
-    opened: OpenedModel, mesh: ParallelMesh, zero: ZeroConfig, optim: OptimConfig | None = None
-) -> ShardedModel:
-    with closing(opened):
-        return ShardedModel(opened.module, mesh, zero=zero, optim=optim, weights=opened.weights)
 
 
 def _find_examples(
@@ -216,17 +206,5 @@ def _inputs(
         num_examples = max(1, round(len(train) * learn.num_train_epochs))
         total_steps = -(-num_examples // learn.examples_per_step)
     if checkpoint is not None:
-        state = read_trainer_state(checkpoint)
-        if state["global_step"] > total_steps:
-            raise ValueError(
-                f"{checkpoint} is at step {state['global_step']}, beyond the {total_steps} of this run; "
-                "set --total_steps to more, or resume from an earlier checkpoint"
-            )
-        before = state.get("extra", {}).get("settings", {})
-        for name, value in settings_to_compare(learn).items():
-            if name in before and before[name] != value:
-                warnings.warn(
-                    f"{checkpoint} was written with {name}={before[name]} and the run goes on with {name}={value}",
-                    stacklevel=4,
-                )
+        check_resume(checkpoint, total_steps, settings_to_compare(learn))
     return LearningInputs(model, ref, tokenizer, train, held_out, checkpoint, total_steps, num_examples)

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from hybrid.models.plans import EPSILONS
 from ops.norm import rms_norm, rms_norm_reference
-
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def _forward(norm: nn.Module, formula: _Formula, hidden_states: torch.Tensor) ->
 def _find_formula(norm: nn.Module) -> _Formula | None:
     """What reproduces a norm on random rows and random weights, or None."""
     parameters = dict(norm.named_parameters())
-    names = [name for name in _EPSILONS if isinstance(getattr(norm, name, None), float)]
+    names = [name for name in EPSILONS if isinstance(getattr(norm, name, None), float)]
     if parameters.keys() != {"weight"} or parameters["weight"].ndim != 1 or len(names) != 1:
         return None
     weight = parameters["weight"]

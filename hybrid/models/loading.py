@@ -156,6 +156,20 @@ def open_value_model(
     return _open(AutoModelForSequenceClassification, resolved, dtype, num_labels=1)
 
 
+def require_vocabulary(
+    role: str, model: ResolvedModel, actor: ResolvedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ValueError for a critic or a reference with another vocabulary: they read the actor's token ids."""
+    if model.source == actor.source:
+        return
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if size < len(tokenizer) or load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the {role} {model.name!r} has another vocabulary than the actor {actor.name!r}, whose token ids it "
+            f"reads; set --{role} to a model of the actor's family"
+        )
+
+
 def check_value_model(resolved: ResolvedModel, *, new_head: bool) -> None:
     """Raise ValueError unless ``load_value_model`` would find the score head it needs."""
     if not new_head and not resolved.has_score_head:

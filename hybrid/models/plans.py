@@ -20,7 +20,7 @@ from hybrid.layout import ParamLayout, Segment
 from hybrid.models.families import HEAD_COUNTS, Count, Family, Role, family_of, head_dim, num_kv_heads
 
 _HEAD_NORM = re.compile(r"(q|k|query|key)_?(layer)?_?norm")
-_EPSILONS = ("variance_epsilon", "eps")
+EPSILONS = ("variance_epsilon", "eps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ class _Planner:
     def _epsilon(self, name: str) -> str:
         """The attribute that is a norm's epsilon, through which the squares of other ranks enter."""
         norm = self.modules[name]
-        attribute = next((epsilon for epsilon in _EPSILONS if isinstance(getattr(norm, epsilon, None), float)), None)
+        attribute = next((epsilon for epsilon in EPSILONS if isinstance(getattr(norm, epsilon, None), float)), None)
         # torch's own norms take a plain number only, and a norm that subtracts the mean needs other ranks' sums too.
         if attribute is None or "RMSNorm" not in type(norm).__name__ or isinstance(norm, nn.RMSNorm):
             raise self._refusal(f"{name} ({type(norm).__name__}) runs over all heads and is not an RMS norm")

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-# What the bar shows of a step's metrics: name, label, format.
-_SHOWN = (
+# What a bar shows of a step's metrics: name, label, format.
+Shown = Sequence[tuple[str, str, str]]
+_SHOWN: Shown = (
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl", "{:.3f}"),
     ("completions/mean_length", "len", "{:.1f}"),
@@ -22,12 +23,21 @@ _SHOWN = (
 class Progress:
     """A progress bar over steps. On ranks other than the main one (``enabled=False``) it shows nothing."""
 
-    def __init__(self, total_steps: int, *, enabled: bool = True, initial: int = 0) -> None:
+    def __init__(
+        self,
+        total_steps: int | None,
+        title: str = "train",
+        shown: Shown = _SHOWN,
+        *,
+        enabled: bool = True,
+        initial: int = 0,
+    ) -> None:
+        self._shown = shown
         self._bar = tqdm(
             total=total_steps,
             initial=initial,
             disable=not enabled,
-            desc="PPO",
+            desc=title,
             unit="step",
             dynamic_ncols=True,
             smoothing=0.1,
@@ -35,7 +45,7 @@ class Progress:
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """One step further, with its metrics."""
-        shown = {label: form.format(metrics[name]) for name, label, form in _SHOWN if name in metrics}
+        shown = {label: form.format(metrics[name]) for name, label, form in self._shown if name in metrics}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
 

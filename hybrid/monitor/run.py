@@ -17,9 +17,9 @@ from hybrid.monitor.metrics import MetricsLogger, SamplesWriter
 from hybrid.monitor.progress import Progress, print_table, sample_table
 
 CONFIG_FILE = "config.yaml"
-MODEL_DIR = "actor"
+_MODEL_DIRS = ("actor", "reward")  # the second is step 2's
 RUNS_DIR = "runs"  # where runs without an output_dir go
-_TRACES = (CONFIG_FILE, "metrics.jsonl", "samples.jsonl", MODEL_DIR)
+_TRACES = (CONFIG_FILE, "metrics.jsonl", "samples.jsonl", *_MODEL_DIRS)
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\.partial)?")
 
 
@@ -85,13 +85,14 @@ class RunRecorder:
         total_steps: int,
         config: Mapping[str, Any],
         run: RunConfig,
+        title: str = "train",
         resume_step: int = 0,
     ) -> None:
         self.output_dir, self.logging_steps = output_dir, run.logging_steps
         self._closed = False
         self._logger = MetricsLogger(output_dir, run.report_to, config, resume_step=resume_step)
         self._samples = SamplesWriter(output_dir, resume_step=resume_step)
-        self._progress = Progress(total_steps, initial=resume_step)
+        self._progress = Progress(total_steps, title, initial=resume_step)
         self._rewards: list[float] = [kept["reward"] for kept in self._logger.kept if kept.get("reward") is not None]
 
     def record(self, step: int, metrics: Mapping[str, float], samples: Iterable[Mapping[str, Any]]) -> None:

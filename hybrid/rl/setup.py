@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid.checkpoint import find_checkpoints, is_checkpoint, read_trainer_state
 from hybrid.config import (
     CriticConfig,
     DataConfig,
@@ -30,22 +29,21 @@ from hybrid.data.tasks import LargerNumberTask, larger_number
 from hybrid.engine import HybridEngine
 from hybrid.models.empty import skeleton
 from hybrid.models.loading import (
-    OpenedModel,
     ResolvedModel,
     check_value_model,
     load_tokenizer,
     open_causal_lm,
     open_value_model,
+    require_vocabulary,
     resolve_model,
 )
 from hybrid.models.plans import tensor_parallel_plan
-from hybrid.monitor import check_output_dir, check_trackers, find_traces
-from hybrid.monitor.run import MODEL_DIR
+from hybrid.monitor import find_traces
 from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.rewards import FunctionReward, ModelReward, Reward, combine_rewards, load_reward
 from hybrid.rewards.function import is_function_path
-from hybrid.rewards.remote import is_url
 from hybrid.rl.trainer import PPOTrainer
+from hybrid.runs import check_resume, resumes_in_place, run_directory
 from hybrid.zero.model import ShardedModel
 
 _NUM_SHOWN = 6
@@ -96,8 +94,8 @@ def find_inputs(
 ) -> PPOInputs:
     """Find what the settings name and check that it fits together, in order of cost.
 
-    ``checkpoint`` is what `check_run` found. ``reward`` and ``rows`` (of prompts) are used as they are, in place of
-    what the settings name.
+    ``checkpoint`` is what `runs.check_run` found. ``reward`` and ``rows`` (of prompts) are used as they are, in place
+    of what the settings name.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
@@ -110,7 +108,7 @@ def find_inputs(
     tokenizer = load_tokenizer(actor)
     others = {role: model for role, model in (("critic", critic), ("ref", ref)) if model is not None}
     for role, model in others.items():
-        _check_vocabulary(role, model, actor, tokenizer)
+        require_vocabulary(role, model, actor, tokenizer)
     if settings.parallel.tp_size > 1:
         tensor_parallel_plan(skeleton(actor.config), settings.parallel.tp_size)
     prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer, rows)
@@ -121,7 +119,7 @@ def find_inputs(
     _check_room(settings, {"actor": actor, **others}, longest)
     total_steps = settings.run.total_steps or -(-len(prompts) // settings.ppo.prompts_per_step)
     if checkpoint is not None:
-        _check_checkpoint(checkpoint, settings, total_steps)
+        check_resume(checkpoint, total_steps, settings_to_compare(settings))
     if settings.run.overwrite_output_dir and not resumes_in_place(settings.run, checkpoint):
         _check_nothing_read_is_replaced(settings)
     return PPOInputs(actor, critic, ref, rewards, tokenizer, prompts, shown, checkpoint, total_steps)
@@ -141,13 +139,7 @@ def settings_to_compare(settings: PPOSettings) -> dict[str, Any]:
 
 def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> PPOParts:
     """Load every model's weights and lay them out over the ranks; every rank calls this."""
-    zero = settings.zero
-
-    def sharded(opened: OpenedModel, optim: OptimConfig | None = None) -> ShardedModel:
-        with closing(opened):
-            return ShardedModel(opened.module, mesh, zero=zero, optim=optim, weights=opened.weights)
-
-    dtype = settings.model.dtype
+    zero, dtype = settings.zero, settings.model.dtype
     with closing(open_causal_lm(inputs.actor, dtype)) as opened:
         actor = HybridEngine(
             opened.module,
@@ -161,15 +153,15 @@ def load_parts(inputs: PPOInputs, settings: PPOSettings, mesh: ParallelMesh) -> 
     critic = ref = None
     if inputs.critic is not None:
         critic_optim = dataclasses.replace(settings.optim, learning_rate=settings.critic.critic_learning_rate)
-        critic = sharded(open_value_model(inputs.critic, dtype), critic_optim)
+        critic = ShardedModel.load(open_value_model(inputs.critic, dtype), mesh, zero=zero, optim=critic_optim)
     if inputs.ref is not None:
-        ref = sharded(open_causal_lm(inputs.ref, dtype))
+        ref = ShardedModel.load(open_causal_lm(inputs.ref, dtype), mesh, zero=zero)
 
     def loaded(reward: ResolvedModel | Reward) -> Reward:
         if not isinstance(reward, ResolvedModel):
             return reward
         return ModelReward(
-            sharded(open_value_model(reward, dtype, new_head=False)),
+            ShardedModel.load(open_value_model(reward, dtype, new_head=False), mesh, zero=zero),
             load_tokenizer(reward),
             max_tokens_per_microbatch=settings.ppo.max_tokens_per_microbatch,
             # It reads one token more than it scores.
@@ -234,69 +226,11 @@ def make_ppo_trainer(
     )
 
 
-def check_run(run: RunConfig) -> Path | None:
-    """Check where a run would go and what it would go on from; returns the checkpoint, or None for a fresh run.
-
-    Raises:
-        ValueError: ``output_dir`` cannot be written or holds a run that would be lost, there is no such checkpoint, or
-            a tracker is missing.
-    """
-    checkpoint = _find_checkpoint(run)
-    # A run that was stopped before its first checkpoint, and is started again with auto, has nothing to lose.
-    restarts = (
-        run.resume_from_checkpoint == "auto" and checkpoint is None and not (_directory(run) / MODEL_DIR).exists()
-    )
-    overwrite = run.overwrite_output_dir or resumes_in_place(run, checkpoint) or restarts
-    check_output_dir(run.output_dir, overwrite=overwrite)
-    check_trackers(run.report_to)
-    return checkpoint
-
-
-def resumes_in_place(run: RunConfig, checkpoint: Path | None) -> bool:
-    """Whether a run goes on in the directory of the one that it resumes."""
-    return checkpoint is not None and checkpoint.resolve().parent == _directory(run).resolve()
-
-
-def _directory(run: RunConfig) -> Path:
-    return Path(run.output_dir or ".").expanduser()
-
-
-def _find_checkpoint(run: RunConfig) -> Path | None:
-    name = run.resume_from_checkpoint
-    if name is None:
-        return None
-    if name != "auto":
-        checkpoint = Path(name).expanduser()
-        if not is_checkpoint(checkpoint):
-            raise ValueError(
-                f"resume_from_checkpoint={name} is no complete checkpoint; set it to a checkpoint-N or to auto"
-            )
-        return checkpoint
-    found = find_checkpoints(_directory(run))
-    return found[-1] if found else None
-
-
-def _check_checkpoint(checkpoint: Path, settings: PPOSettings, total_steps: int) -> None:
-    state = read_trainer_state(checkpoint)
-    if state["global_step"] > total_steps:
-        raise ValueError(
-            f"{checkpoint} is at step {state['global_step']}, beyond total_steps={total_steps}; "
-            "set --total_steps to more, or resume from an earlier checkpoint"
-        )
-    before = state.get("extra", {}).get("settings", {})
-    for name, value in settings_to_compare(settings).items():
-        if name in before and before[name] != value:
-            warnings.warn(
-                f"{checkpoint} was written with {name}={before[name]} and the run goes on with {name}={value}",
-                stacklevel=3,
-            )
-
-
 def _check_nothing_read_is_replaced(settings: PPOSettings) -> None:
     output_dir = settings.run.output_dir
     if output_dir is None:
         return
-    traces = [path.resolve() for path in find_traces(_directory(settings.run))]
+    traces = [path.resolve() for path in find_traces(run_directory(settings.run))]
     model = settings.model
     inputs = [("actor", model.actor), ("critic", model.critic), ("ref", model.ref)]
     inputs += [("reward", name) for name in model.rewards] + [("prompts", name) for name in settings.data.sources]
@@ -338,7 +272,7 @@ def _find_rewards(settings: PPOSettings) -> list[ResolvedModel | Reward]:
 
 
 def _find_reward(name: str, timeout: float) -> ResolvedModel | Reward:
-    if is_url(name) or is_function_path(name):
+    if is_function_path(name):
         return load_reward(name, timeout=timeout)
     reward = resolve_model(name)
     check_value_model(reward, new_head=False)
@@ -372,20 +306,6 @@ def _find_ref(settings: PPOSettings, actor: ResolvedModel) -> ResolvedModel | No
             warnings.warn(f"ref {name!r} is not loaded, since kl_coef=0; set --kl_coef to use it", stacklevel=3)
         return None
     return actor if name is None else resolve_model(name)
-
-
-def _check_vocabulary(
-    role: str, model: ResolvedModel, actor: ResolvedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """The critic and the reference read the actor's token ids, so they must share its vocabulary."""
-    if model.source == actor.source:
-        return
-    size = model.config.get_text_config(decoder=True).vocab_size
-    if size < len(tokenizer) or load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"the {role} {model.name!r} has another vocabulary than the actor {actor.name!r}, whose token ids it "
-            f"reads; set --{role} to a model of the actor's family"
-        )
 
 
 def _find_prompts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid.config import OptimConfig, ZeroConfig
 from hybrid.models.heads import TokenScores, token_logprobs, token_loss, token_values
+from hybrid.models.loading import OpenedModel
 from hybrid.models.plans import ModelPlan, whole_plan
 from hybrid.models.ragged import RaggedBatch
 from hybrid.models.recompute import recompute_in_backward
@@ -83,6 +84,14 @@ class ShardedModel:
         self.state = StateAccess(module, self.groups, mesh, self.schedule, self._agreement, self.optimizer)
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls, opened: OpenedModel, mesh: ParallelMesh, *, zero: ZeroConfig, optim: OptimConfig | None = None
+    ) -> ShardedModel:
+        """Read a model's weights, by the ranges that this rank holds, and close its files; every rank calls this."""
+        with closing(opened):
+            return cls(opened.module, mesh, zero=zero, optim=optim, weights=opened.weights)
 
     def _warn_of_ignored_settings(self) -> None:
         zero, default = self.zero, ZeroConfig()

@@ -30,6 +30,7 @@ ROWS = (
     {"hybrid.memory_plan"},
     {"hybrid.engine"},
     {"hybrid.checkpoint"},
+    {"hybrid.runs"},
     {"hybrid.data"},
     {"hybrid.rewards"},
     {"hybrid.rl", "hybrid.learning"},
