@@ -82,8 +82,8 @@ class _Call:
     value: torch.Tensor
     out: torch.Tensor  # (N, q_heads, head_dim)
     cu_seqlens: torch.Tensor  # (S + 1,)
-    context_lens: torch.Tensor | None  # (S,), or None where contexts are the new tokens alone
-    block_tables: torch.Tensor | None  # (S, B), or None where a sequence's keys follow one another
+    context_lens: torch.Tensor  # (S,)
+    block_tables: torch.Tensor  # (S, B)
     scale: float
     window: int | None
     softcap: float | None
@@ -94,9 +94,9 @@ class _Call:
         return self.query.shape[1] // self.key.shape[2]
 
     def attend_chunks(self, max_query_len: int) -> None:
-        """The sequences with several new tokens; without block tables, every sequence and the padding."""
+        """The sequences with several new tokens."""
         tile = _chunk_tile(self.group, self.query.shape[2], self.query.dtype)
-        num_sequences = self.cu_seqlens.shape[0] - (self.block_tables is not None)
+        num_sequences = self.cu_seqlens.shape[0] - 1
         grid = (triton.cdiv(max_query_len, tile.rows // self.group), self.key.shape[2], num_sequences)
         self._launch(grid, tile, None, None)
 
@@ -153,7 +153,7 @@ class _Call:
             self.softcap,
             self.cu_seqlens.shape[0] - 1,
             self.query.shape[0],
-            0 if self.block_tables is None else self.block_tables.stride(0),
+            self.block_tables.stride(0),
             self.query.stride(),
             self.key.stride(),
             self.value.stride(),
@@ -167,7 +167,7 @@ class _Call:
             BLOCK_D=_padded(self.query.shape[2]),
             num_warps=tile.num_warps,
             # Looking up the blocks takes a stage of its own before the loads.
-            num_stages=tile.num_stages + (tile.num_stages > 1 and self.block_tables is not None),
+            num_stages=tile.num_stages + (tile.num_stages > 1),
         )
 
 
@@ -205,30 +205,6 @@ def paged_attention_triton(
     call.attend_decodes(batch.max_context_len)
     if batch.max_query_len > 1:
         call.attend_chunks(batch.max_query_len)
-    return out
-
-
-def varlen_attention_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """See ``ops.attention.varlen_attention``; any strides, zeros in the rows past ``cu_seqlens[-1]``, no backward."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-        raise ValueError(
-            "varlen_attention_triton has no backward and an input requires grad; call it under torch.no_grad(), or "
-            "use another attention backend"
-        )
-    _check(query, key, value, window, softcap)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    call = _Call(query, key[:, None], value[:, None], out, cu_seqlens, None, None, scale, window, softcap)
-    call.attend_chunks(max_seqlen)
     return out
 
 
@@ -377,8 +353,7 @@ def _attend(
     positions,  # (BLOCK_M,) of the rows in their sequence
     key,  # at the KV head
     value,
-    blocks,  # at the sequence's part of the block tables; None where its keys follow one another
-    first_row,  # of the sequence, where they do
+    blocks,  # at the sequence's part of the block tables
     first,  # keys first .. stop - 1 are read
     stop,
     scale,
@@ -401,10 +376,7 @@ def _attend(
         keys = start + tl.arange(0, BLOCK_N)
         # No other slot is loaded: a weight of 0 times a NaN that lies there would be NaN.
         is_read = (keys >= first) & (keys < stop)
-        if blocks is not None:
-            block = tl.load(blocks + keys // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
-        else:
-            block = (first_row + keys).to(tl.int64)
+        block = tl.load(blocks + keys // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
         slot = (keys % BLOCK_SIZE).to(tl.int64)
         key_at = (block * k_strides[0] + slot * k_strides[1])[None, :] + (dims * k_strides[3])[:, None]
         key_tile = tl.load(key + key_at, mask=is_read[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
@@ -472,13 +444,9 @@ def _attention_kernel(
         _zero_rows(out + out_at, is_head, first_row + part, num_tokens, tl.num_programs(0), o_strides[0])
         return
     num_queries = (tl.load(cu_seqlens + sequence + 1) - first_row).to(tl.int32)
-    context_len, blocks = num_queries, None
-    if block_tables is not None:
-        context_len = tl.load(context_lens + sequence)
-        blocks = block_tables + sequence.to(tl.int64) * table_stride
+    context_len = tl.load(context_lens + sequence)
     token, first, stop, num_splits = _span(partial, part, num_queries, context_len, window, TOKENS, BLOCK_N)
-    is_decode = (num_queries == 1) & (block_tables is not None)
-    if (num_splits == 0) | (is_decode != (partial is not None)):
+    if (num_splits == 0) | ((num_queries == 1) != (partial is not None)):
         return
     tokens = token + rows // GROUP
     is_row = (rows < TOKENS * GROUP) & (tokens < num_queries)
@@ -489,8 +457,7 @@ def _attention_kernel(
         tl.minimum(context_len - num_queries + tokens, context_len - 1),
         key + kv_head.to(tl.int64) * k_strides[2],
         value + kv_head.to(tl.int64) * v_strides[2],
-        blocks,
-        first_row,
+        block_tables + sequence.to(tl.int64) * table_stride,
         first,
         stop,
         scale,

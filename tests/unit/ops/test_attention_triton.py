@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops.attention_torch import paged_attention_torch, varlen_attention_torch
+from ops.attention_torch import paged_attention_torch
 from ops.paged import PagedBatch
 
 pytest.importorskip("triton", reason="needs the triton package")
@@ -25,7 +25,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from ops import attention_triton
 from ops.attention import override_backend, paged_attention, write_kv
-from ops.attention_triton import paged_attention_triton, varlen_attention_triton, write_kv_triton
+from ops.attention_triton import paged_attention_triton, write_kv_triton
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETS = triton.knobs.runtime.interpret
@@ -261,27 +261,6 @@ def test_any_strides(layout):
     out = torch.full((4, len(case.query), 16), float("nan"), device=DEVICE).transpose(0, 1)
     assert replace(case, query=fused[:, 2:6]).run(**options, out=out) is out
     torch.testing.assert_close(out.double(), case.each_alone(**options), rtol=0, atol=TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, None), (None, 2.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_varlen_equals_the_reference(window, softcap, dtype):
-    lengths = [1, 9, 40, 1]
-    bounds = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(51 + 2, heads, 24, generator=generator).to(DEVICE, dtype) for heads in (6, 2, 2))
-    output = varlen_attention_triton(query, key, value, bounds, 40, scale=0.2, window=window, softcap=softcap)
-    tensors = (query[:51], key[:51], value[:51])
-    expected = varlen_attention_torch(*tensors, bounds, scale=0.2, window=window, softcap=softcap)
-    torch.testing.assert_close(output[:51], expected, rtol=0, atol=TOLERANCE[dtype])
-    assert not output[51:].any()
-
-
-def test_varlen_refuses_to_lose_a_gradient():
-    tensors = [torch.zeros(3, 1, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
-    bounds = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="no backward"):
-        varlen_attention_triton(*tensors, bounds, 3, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
