@@ -47,13 +47,13 @@ class Request:
     max_tokens: int
 
 
-@dataclass(slots=True)
-class Result:
-    """One engine's way to do the work once."""
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine, ready to do the work."""
 
-    run: Callable[[list[Request], int], int]  # (requests, seed) -> new tokens
-    extra: Callable[[], dict[str, Any]]  # what it reports of itself, after the last run
-    first_token: Callable[[list[Request], int], list[float]] | None = None  # seconds to each sample's first token
+    run: Callable[[int], int]  # seed -> new tokens
+    report: Callable[[], dict[str, Any]]  # what it says of itself, after the last run
+    first_tokens: Callable[[int], list[float]] | None = None  # seed -> seconds to each sample's first token
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -121,12 +121,12 @@ def chat_prompt(tokenizer: Any, num_tokens: int, draw: random.Random) -> list[in
             return ids
 
 
-def measure(options: argparse.Namespace, engine: Result, work: list[Request], wait: Callable[[], None]) -> dict:
+def measure(options: argparse.Namespace, engine: Engine, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     seconds, new_tokens = [], 0
     for index in range(options.runs + 1):
         wait()
         start = time.perf_counter()
-        new_tokens = engine.run(work, options.seed + 1 + index)
+        new_tokens = engine.run(options.seed + 1 + index)
         wait()
         if index:  # the first one warms up
             seconds.append(time.perf_counter() - start)
@@ -140,11 +140,11 @@ def measure(options: argparse.Namespace, engine: Result, work: list[Request], wa
         "all_seconds": [round(each, 2) for each in seconds],
         "new_tokens": new_tokens,
     }
-    if engine.first_token is not None:
+    if engine.first_tokens is not None:
         wait()
-        first = engine.first_token(work, options.seed)
+        first = engine.first_tokens(options.seed)
         report["first_token_s"] = {"mean": round(statistics.mean(first), 3), "max": round(max(first), 3)}
-    return report | engine.extra()
+    return report | engine.report()
 
 
 def finish(report: dict[str, Any], work: list[Request]) -> None:
@@ -157,51 +157,56 @@ def finish(report: dict[str, Any], work: list[Request]) -> None:
 
 
 def hybrid(options: argparse.Namespace) -> None:
+    from hybrid.parallel import run_main
+
+    run_main(lambda: run_hybrid(options))
+
+
+def run_hybrid(options: argparse.Namespace) -> None:
     from hybrid.config import InferenceConfig
     from hybrid.engine import HybridEngine
     from hybrid.inference.params import SamplingParams
     from hybrid.parallel import init_parallel
 
-    mesh = init_parallel()
+    mesh = init_parallel(threads=options.threads)
     engine = HybridEngine.from_pretrained(
         options.model, mesh=mesh, trains=False, dtype=options.dtype, inference=InferenceConfig(exact=options.exact)
     )
     work = requests(options, engine.tokenizer)
-    groups = max(1, options.num_samples if options.workload == "ragged" else 1)
-    mine = [each for index, each in enumerate(work) if index // groups % mesh.dp_size == mesh.dp_rank]
+    together = options.num_samples if options.workload == "ragged" else 1  # samples of a prompt stay on one replica
+    mine = [each for index, each in enumerate(work) if index // together % mesh.dp_size == mesh.dp_rank]
+    prompts = [each.prompt for each in mine]
+    params = [SamplingParams(max_tokens=each.max_tokens, ignore_eos=True) for each in mine]
 
-    def arguments(seed: int) -> tuple[list[list[int]], list[SamplingParams], list[int]]:
-        params = [SamplingParams(max_tokens=each.max_tokens, ignore_eos=True) for each in mine]
-        return [each.prompt for each in mine], params, [seed * 1000 + index for index in range(len(mine))]
+    def seeds(seed: int) -> list[int]:
+        return [seed * 1000 + index for index in range(len(mine))]
 
-    def run(_: list[Request], seed: int) -> int:
-        prompts, params, seeds = arguments(seed)
-        return sum(len(each.token_ids) for each in engine.generate(prompts, params, seeds=seeds))
+    def run(seed: int) -> int:
+        return sum(len(each.token_ids) for each in engine.generate(prompts, params, seeds=seeds(seed)))
 
-    def first_token(_: list[Request], seed: int) -> list[float]:
-        prompts, params, seeds = arguments(seed)
+    def first_tokens(seed: int) -> list[float]:
         start, seen = time.perf_counter(), {}
-        for delta in engine.stream(prompts, params, seeds=seeds):
+        for delta in engine.stream(prompts, params, seeds=seeds(seed)):
             seen.setdefault((delta.prompt_index, delta.sample_index), time.perf_counter() - start)
         return list(seen.values())
 
-    def extra() -> dict[str, Any]:
-        stats, flip = engine.generation_stats, engine.flips[-1]
+    def report() -> dict[str, Any]:
+        stats, flip, num_runs = engine.generation_stats, engine.flips[-1], options.runs + 2
         return {
             "exact": options.exact,
             "kv_blocks": flip.kv_blocks,
             "kv_pool_mb": round(flip.kv_bytes / 1e6, 1),
             "flip_ms": round(flip.milliseconds, 1),
-            "parts_s": {part: round(each / (options.runs + 2), 2) for part, each in stats.seconds.items()},
-            "steps": stats.steps // (options.runs + 2),
+            "parts_s": {part: round(each / num_runs, 2) for part, each in stats.seconds.items()},
+            "steps": stats.steps // num_runs,
             "peak_rss_gb": round(mesh.peak_memory() / 1e9, 2),
         }
 
     with engine.generate_mode():
-        report = measure(options, Result(run, extra, first_token), mine, mesh.barrier)
-    (report["new_tokens"],) = (int(x) for x in mesh.reduce_scalars([report["new_tokens"]], op="sum"))
+        measured = measure(options, Engine(run, report, first_tokens), mesh.barrier)
+    (measured["new_tokens"],) = (int(x) for x in mesh.reduce_scalars([measured["new_tokens"]], op="sum"))
     if mesh.is_main:
-        finish(report, work)
+        finish(measured, work)
 
 
 def hf(options: argparse.Namespace) -> None:
@@ -213,7 +218,9 @@ def hf(options: argparse.Namespace) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 
-    def run(work: list[Request], seed: int) -> int:
+    work = requests(options, tokenizer)
+
+    def run(seed: int) -> int:
         torch.manual_seed(seed)
         ordered = sorted(work, key=lambda each: each.max_tokens)
         for start in range(0, len(ordered), 32):
@@ -238,8 +245,7 @@ def hf(options: argparse.Namespace) -> None:
             )
         return sum(each.max_tokens for each in work)
 
-    work = requests(options, tokenizer)
-    finish(measure(options, Result(run, dict), work, lambda: None), work)
+    finish(measure(options, Engine(run, dict)), work)
 
 
 def vllm(options: argparse.Namespace) -> None:
@@ -257,7 +263,9 @@ def vllm(options: argparse.Namespace) -> None:
         seed=options.seed,
     )
 
-    def run(work: list[Request], seed: int) -> int:
+    work = requests(options, llm.get_tokenizer())
+
+    def run(seed: int) -> int:
         llm.reset_prefix_cache()
         outputs = llm.generate(
             [{"prompt_token_ids": each.prompt} for each in work],
@@ -266,11 +274,10 @@ def vllm(options: argparse.Namespace) -> None:
         )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    def extra() -> dict[str, Any]:
+    def report() -> dict[str, Any]:
         return {"version": engine.__version__, "compiled": not options.eager}
 
-    work = requests(options, llm.get_tokenizer())
-    finish(measure(options, Result(run, extra), work, lambda: None), work)
+    finish(measure(options, Engine(run, report)), work)
 
 
 ENGINES: dict[str, Callable[[argparse.Namespace], None]] = {"hybrid": hybrid, "hf": hf, "vllm": vllm}

@@ -103,6 +103,28 @@ def test_ratio_is_one_and_samples_do_not_depend_on_the_grid(tmp_path):
     assert all(sample == samples[0] for sample in samples)
 
 
+def samples_by_default_and_by_seed():
+    """Tokens of two calls with the engine's own seeds, of two with the same seeds, and of one with others."""
+    engine = make_engine(1)
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+
+    def tokens(seeds=None):
+        return [tuple(each.token_ids) for each in engine.generate([[5, 6, 7]] * 2, params, seeds=seeds)]
+
+    with engine.generate_mode():
+        return tokens(), tokens(), tokens([7, 8]), tokens([7, 8]), tokens([9, 10])
+
+
+def test_seeds_calls_and_replicas_differ_unless_they_are_told_the_same(tmp_path):
+    ranks = run_world(samples_by_default_and_by_seed, 2, tmp_path)
+    by_default = [sample for first, second, *_ in ranks for sample in (*first, *second)]
+    assert len(set(by_default)) == 8
+    for _, _, one, again, other in ranks:
+        assert one == again
+        assert len({*one, *other}) == 4
+    assert ranks[0][2:] == ranks[1][2:]
+
+
 def bytes_of_a_flip(tp_size):
     # 4 KV heads and a vocabulary that divides, so that slices are even.
     even = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264}
