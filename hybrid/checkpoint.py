@@ -1,12 +1,13 @@
 """Checkpoints that a run of any world size, ZeRO stage and tensor-parallel size resumes from.
 
-A checkpoint holds whole tensors by parameter name, in fp32: masters, and the optimizer's moments beside them. Nothing
-of how they were sharded is kept, so nothing of it has to match. They are gathered and written group by group, and read
-the same way: no rank ever holds a model.
+A checkpoint holds whole tensors by parameter name, in fp32: masters, and beside them the optimizer's moments and, where
+one is kept, the average of the weights. Nothing of how they were sharded is kept, so nothing of it has to match. They
+are gathered and written group by group, and read the same way: no rank ever holds a model.
 
     checkpoint-40/
         state.json                  versions, the trainer's state, which file holds which tensor
-        actor-00000.safetensors     a group of the actor's parameters: NAME, NAME#exp_avg, NAME#exp_avg_sq, NAME#step
+        actor-00000.safetensors     a group of the actor's parameters: NAME, NAME#exp_avg, NAME#exp_avg_sq, NAME#step,
+                                    NAME#average
         critic-00000.safetensors
 """
 

@@ -515,9 +515,16 @@ class HybridEngine:
         """See `ShardedModel.set_schedule`."""
         self.model.set_schedule(total_steps)
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write a Hugging Face model directory with its tokenizer; every rank calls this, in either mode."""
-        self.model.save_pretrained(directory, self.tokenizer)
+    def keep_average(self, decay: float) -> None:
+        """See `ShardedModel.keep_average`."""
+        self.model.keep_average(decay)
+
+    def save_pretrained(self, directory: str | Path, *, what: Literal["weights", "average"] = "weights") -> None:
+        """Write a Hugging Face model directory with its tokenizer; every rank calls this, in either mode.
+
+        See `ShardedModel.save_pretrained`.
+        """
+        self.model.save_pretrained(directory, self.tokenizer, what=what)
 
     # -- proof ---------------------------------------------------------------------------------------------------
 

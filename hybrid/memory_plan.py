@@ -29,7 +29,7 @@ from hybrid.models.heads import output_head
 from hybrid.models.loading import DType, resolve_dtype, resolve_model
 from hybrid.models.plans import ModelPlan, tensor_parallel_plan
 from hybrid.models.prepacked import PackedLinears
-from hybrid.zero.partition import find_layers, plan_groups
+from hybrid.zero.partition import find_layers, frozen_settings, plan_groups
 from hybrid.zero.rehearsal import GroupSizes, PeakBytes, rehearse_training
 from ops.logprob import _CHUNK_ELEMENTS
 
@@ -168,8 +168,10 @@ def memory_plan(
         raise ValueError(f"world_size={world_size} is too small; set it to 1 or more")
     ParallelConfig(tp_size=tp_size).check_world(world_size)
     module = skeleton(_find_config(model), resolve_dtype(dtype))
+    stage = zero.stage
     if optim is None:
         module.requires_grad_(False)
+        zero = frozen_settings(zero)
     plan = tensor_parallel_plan(module, tp_size)
     groups = plan_groups(module, plan, zero, world_size=world_size, tp_size=tp_size)
     head = _head_bytes(module, max_tokens_per_microbatch)
@@ -199,7 +201,7 @@ def memory_plan(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         world_size=world_size,
         tp_size=tp_size,
-        zero_stage=zero.stage,
+        zero_stage=stage,
         dtype=str(groups[0].dtype).removeprefix("torch."),
         tensor_ranks=_with_pools(ranks, inference, device_memory),
     )

@@ -19,6 +19,7 @@ from torch import nn
 
 from hybrid.parallel import ParallelMesh
 from hybrid.zero.agreement import Agreement
+from hybrid.zero.ema import AVERAGE
 from hybrid.zero.group import Member, ParamGroup, reduce_gradients
 from hybrid.zero.level import Level, LevelError
 from hybrid.zero.loan import Loan, flatten, runs_of, span_of
@@ -30,13 +31,15 @@ class StateAccess:
     """What a `ShardedModel` holds, by parameter.
 
     ``what`` is "master" (the fp32 weights that the optimizer steps), "grad" (what the next step will apply: summed over
-    micro-batches and, by `backward`'s reduction, over ranks; not clipped, and free of fp16's loss scale) or a key of
-    the torch optimizer's state, such as "exp_avg".
+    micro-batches and, by `backward`'s reduction, over ranks; not clipped, and free of fp16's loss scale), "average"
+    (of the masters, where `ShardedModel.keep_average` was called) or a key of the torch optimizer's state, such as
+    "exp_avg".
 
     All methods but `local` and `local_ranges` are collectives: every rank calls them, with the same names, or
     DivergenceError says which rank did not. Those that write are refused in GENERATE mode, inside a forward or backward
     and inside `gathered`. Changed masters or weights make a loss that was computed before them stale, as a step does:
-    its backward raises. They leave ``weights_version`` alone, which counts steps.
+    its backward raises. They leave ``weights_version`` alone, which counts steps, and moments and the average, which go
+    on from what they were.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class StateAccess:
     ) -> None:
         self._groups, self._mesh, self._schedule = tuple(groups), mesh, schedule
         self._agreement, self._optimizer = agreement, optimizer
+        self._is_resident = False  # inside the outermost block of `resident`
         owners = {member.parameter: (group, member) for group in groups for member in group.members}
         self._members = {name: owners[p] for name, p in module.named_parameters(remove_duplicate=False)}
 
@@ -77,11 +81,14 @@ class StateAccess:
 
         Raises:
             ValueError: a name is unknown, or a tensor was changed without ``write``, or replaced.
-            LevelError: in GENERATE mode; or ``write`` inside a forward, a backward or another such block.
+            LevelError: in GENERATE mode or inside `resident`; or ``write`` inside a forward, a backward or another such
+                block.
         """
         asked = [names] if isinstance(names, str) else None if names is None else sorted(names)
         chosen = self._select(asked)
         self._schedule.require_training()
+        if self._is_resident:  # a change that is to be undone would be computed with to the end of that block
+            raise LevelError("gathered() inside resident(); leave that block first")
         if write:
             self._require_idle("gathered(write=True)")
         self._agreement.check(f"gathered({asked}, {write=})")
@@ -116,6 +123,33 @@ class StateAccess:
         if write:
             self._weights_changed()
 
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Keep every group FULL from its first use to the end of the block; a collective, where the block begins.
+
+        Layers climb and are prefetched as ever, and stay. All come to rest at the end, also after an exception, which
+        no other rank need know of. A block inside another changes nothing.
+
+        Raises:
+            LevelError: in GENERATE mode, or inside a forward or a backward.
+        """
+        self._schedule.require_training()
+        if self._is_resident:
+            yield
+            return
+        self._require_not_computing("resident()")
+        self._agreement.check("resident()")
+        self._is_resident = True
+        for group in self._groups:
+            group.holders += 1
+        try:
+            yield
+        finally:
+            self._is_resident = False
+            for group in self._groups:
+                group.holders -= 1
+            self._settle()
+
     def stream(
         self, what: str = "weights", *, cpu: bool = True, rank0_only: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,16 +158,18 @@ class StateAccess:
         Each tensor is a copy, the caller's to keep. A rank holds one group (a layer's weights) beside them. Any mode.
 
         Args:
-            what: "weights" in the compute dtype; "master" in fp32, where a frozen parameter is its weights in fp32; or
-                as in `full`, where frozen parameters are left out.
+            what: "weights" in the compute dtype; "master" or "average" in fp32, where a frozen parameter is its weights
+                in fp32; or as in `full`, where frozen parameters are left out.
             cpu: whether the copies are in host memory.
             rank0_only: other ranks take part and are given nothing.
         """
         self._require_not_computing("state.stream")
+        if what == AVERAGE:
+            self.require_average()
         self._agreement.check(f"state.stream({what!r})")
         for group in self._groups:
             frozen = group.master is None
-            if frozen and what not in ("weights", "master"):
+            if frozen and what not in ("weights", "master", AVERAGE):
                 continue
             if what == "grad":
                 reduce_gradients([group], self._mesh)
@@ -257,10 +293,16 @@ class StateAccess:
     # -- what a call needs ---------------------------------------------------------------------------------------
 
     def require_given_back(self, action: str) -> None:
-        """Raise LevelError inside `gathered`, whose tensors ``action`` would make stale."""
+        """Raise LevelError inside `gathered` or `resident`, whose tensors ``action`` would make stale."""
         held = next((group for group in self._groups if group.holders), None)
         if held is not None:
-            raise LevelError(f"{action} while gathered() holds {held.name} whole; leave that block first")
+            holder = "resident()" if self._is_resident else "gathered()"
+            raise LevelError(f"{action} while {holder} holds {held.name} whole; leave that block first")
+
+    def require_average(self) -> None:
+        """Raise ValueError where no average of the weights is kept."""
+        if self._optimizer is None or self._optimizer.average is None:
+            raise ValueError("no average of the weights is kept; call keep_average(decay) before training")
 
     def _require_not_computing(self, action: str) -> None:
         if self._schedule.computing:
@@ -309,12 +351,14 @@ class StateAccess:
             if group.grad is None:
                 raise ValueError(f"{name} has no gradient: there was no backward through it since the last step")
             return group.grad
+        if what == AVERAGE:
+            self.require_average()
         state = self._optimizer.state(group)
-        if not state:
+        if what in state:
+            return state[what]
+        if not state.keys() - {AVERAGE}:
             raise ValueError(f"the optimizer has no {what} of {name} before the first step that applies its gradient")
-        if what not in state:
-            raise ValueError(f"{what!r} of {name} is unknown; choose master, grad, {', '.join(state)}")
-        return state[what]
+        raise ValueError(f"{what!r} of {name} is unknown; choose master, grad, {', '.join(state)}")
 
     def _require_sharded(self, group: ParamGroup, name: str, what: str) -> torch.Tensor:
         shard = self._shard(group, name, what)
@@ -352,6 +396,10 @@ class StateAccess:
     def _weights_changed(self) -> None:
         """Make graphs stale and let go of gathered weights, which are the old ones."""
         self._schedule.weights_epoch += 1
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let go of every weight gathered beyond its resting level, unless it is held."""
         self._schedule.forget()
         for group in self._groups:
             group.abandon()

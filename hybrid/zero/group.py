@@ -271,7 +271,7 @@ class ParamGroup:
     def enter_slice(self) -> None:
         """Climb to SLICE for generation and show the slices to the module."""
         if self.holders:
-            raise LevelError(f"{self.name} is held whole by gathered(); leave that block first")
+            raise LevelError(f"{self.name} is held whole by gathered() or resident(); leave that block first")
         if self.layout.num_slices == 1:
             if self.level is not Level.SLICE:
                 self.wait_full()

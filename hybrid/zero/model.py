@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid.config import OptimConfig, ZeroConfig
+from hybrid.models.flops import ForwardCost, forward_cost
 from hybrid.models.heads import TokenScores, token_logprobs, token_loss, token_values
 from hybrid.models.loading import OpenedModel
 from hybrid.models.plans import ModelPlan, whole_plan
@@ -23,10 +25,11 @@ from hybrid.models.source import ModuleWeights, WeightSource
 from hybrid.parallel import ParallelMesh
 from hybrid.zero.access import StateAccess
 from hybrid.zero.agreement import Agreement
+from hybrid.zero.ema import AVERAGE
 from hybrid.zero.group import Member, ParamGroup, reduce_gradients
 from hybrid.zero.level import LevelError
 from hybrid.zero.optimizer import OptimizerFactory, ShardedOptimizer, StepReport
-from hybrid.zero.partition import ROOT, find_layers, plan_groups
+from hybrid.zero.partition import ROOT, find_layers, frozen_settings, plan_groups
 from hybrid.zero.schedule import TrainingSchedule, Unit
 
 
@@ -34,7 +37,8 @@ class ShardedModel:
     """One module whose weights, gradients and optimizer state are sharded over the world (ZeRO).
 
     Training is data-parallel over all N ranks: every rank calls `backward` and `step` equally often, each on its own
-    tokens. Without ``optim`` (a reference or reward model) there are no masters, gradients or moments.
+    tokens. Without ``optim`` (a reference or reward model) there are no masters, gradients or moments, and weights rest
+    as shards at every ZeRO stage, so that every forward is collective; `resident` holds them whole while they score.
 
     Args:
         module: a causal language model or a sequence classifier with one label. Its parameters are on any device, the
@@ -57,10 +61,12 @@ class ShardedModel:
         weights: WeightSource | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
-        self.module, self.mesh, self.zero = module, mesh, zero
+        self.module, self.mesh = module, mesh
         self.plan = plan or whole_plan(module)
+        self._may_stay = optim is None and zero.stage < 3  # whole for a while; see `resident`
         if optim is None:
             module.requires_grad_(False)
+        self.zero = zero if optim is not None else frozen_settings(zero)
         module.eval()  # dropout would make the sampled and the trained function differ
         self.weights_version = 0
         self._warn_of_ignored_settings()
@@ -109,7 +115,7 @@ class ShardedModel:
         """Groups out of parameters, units out of groups in the order of the layers, and the hooks around those."""
         module, mesh, zero = self.module, self.mesh, self.zero
         layers = find_layers(module)
-        if not layers and zero.stage == 3:
+        if not layers and zero.stage == 3 and not self._may_stay:
             warnings.warn(
                 f"{type(module).__name__} does not say what its layers are (_no_split_modules), so all of it is "
                 "gathered at once and ZeRO stage 3 saves no memory while it computes",
@@ -151,7 +157,36 @@ class ShardedModel:
         if self.optimizer is not None:
             self.optimizer.set_schedule(total_steps, self.weights_version)
 
+    def keep_average(self, decay: float) -> None:
+        """Keep an exponential moving average of the masters from now on, in fp32 and as sharded as they are.
+
+        It begins at what they are now, and becomes ``decay * average + (1 - decay) * master`` after every step that was
+        not skipped. `save_pretrained` writes it with ``what="average"``, `state` reads it by that name, and checkpoints
+        hold it. A second call with the same ``decay`` changes nothing. Every rank calls this.
+
+        Raises:
+            ValueError: ``decay`` is not in [0, 1), or another than before; or there is no optimizer.
+        """
+        if self.optimizer is None:
+            raise ValueError("this model was built without an optimizer (optim=None), so there is nothing to average")
+        self._agreement.check(f"keep_average({decay})")
+        self._require_optimizer().keep_average(decay)
+
+    @cached_property
+    def forward_cost(self) -> ForwardCost:
+        """What a forward takes, in floating-point operations."""
+        return forward_cost(self.module, self.plan)
+
     # -- forward -------------------------------------------------------------------------------------------------
+
+    def resident(self) -> AbstractContextManager[None]:
+        """``with model.resident()``: gather a frozen model's weights once for all the forwards in the block.
+
+        They stay whole from their first use to the end of the block, and then rest as shards again. At ZeRO stage 3,
+        which says that memory is scarce, layers come and go as in training and the block changes nothing; nor does it
+        for a model that is trained. See `StateAccess.resident`.
+        """
+        return self.state.resident() if self._may_stay else nullcontext()
 
     def logprobs(self, batch: RaggedBatch, *, temperature: float = 1.0) -> TokenScores:
         """Log-probabilities and entropies (R,) of the scored tokens, fp32; differentiable where grad mode is on."""
@@ -289,6 +324,9 @@ class ShardedModel:
     def load_optimizer_state(self, tensors: Mapping[str, torch.Tensor], weights_version: int) -> None:
         """Restore what `optimizer_state` yielded, whatever the sharding it came from; every rank calls this.
 
+        An average of the weights that is kept and not among ``tensors`` begins at the masters; one that is among them
+        and not kept is left out. Either is warned of.
+
         Raises:
             ValueError: a tensor has another shape than the parameter.
         """
@@ -304,6 +342,7 @@ class ShardedModel:
             parameter, separator, key = name.partition("#")
             if separator:
                 found.setdefault(parameter, []).append(key)
+        self._warn_of_unmatched_average(any(AVERAGE in keys for keys in found.values()))
         for group in self.groups:
             if group.master is None:
                 continue
@@ -319,6 +358,8 @@ class ShardedModel:
             optimizer.clear_state(group)
             # None where it was saved before the group had had a gradient.
             for key in sorted({key for member in group.members for key in found.get(member.name, ())}):
+                if key == AVERAGE and optimizer.average is None:
+                    continue
                 whole = {member.name: tensors[f"{member.name}#{key}"] for member in group.members}
                 first = whole[group.members[0].name]
                 is_moment = first.shape == group.members[0].layout.shape
@@ -329,16 +370,47 @@ class ShardedModel:
         if optimizer.scheduler is not None:
             self.set_schedule(optimizer.total_steps)
 
-    def save_pretrained(self, directory: str | Path, tokenizer: Any = None, *, max_shard_bytes: int = 2**30) -> None:
+    def _warn_of_unmatched_average(self, is_saved: bool) -> None:
+        is_kept = self.optimizer is not None and self.optimizer.average is not None
+        if is_kept and not is_saved:
+            warnings.warn(
+                "the checkpoint holds no average of the weights; the one that is kept begins at the weights loaded",
+                stacklevel=3,
+            )
+        if is_saved and not is_kept:
+            warnings.warn(
+                "the checkpoint holds an average of the weights, which is left out, since this model keeps none; call "
+                "keep_average(decay) before loading to go on with it",
+                stacklevel=3,
+            )
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        tokenizer: Any = None,
+        *,
+        what: Literal["weights", "average"] = "weights",
+        max_shard_bytes: int = 2**30,
+    ) -> None:
         """Write a Hugging Face model directory; every rank calls this, the first one writes.
 
         Weights pass by one at a time, in either mode, and the first rank holds those of one file at most.
+
+        Args:
+            what: "average" for the one that `keep_average` keeps, in the dtypes of the weights.
+
+        Raises:
+            ValueError: ``what`` is unknown, or no average is kept.
         """
+        if what not in ("weights", "average"):
+            raise ValueError(f"what={what!r} cannot be saved as a model; choose weights or average")
+        if what == "average":
+            self.state.require_average()
         writer = ModelWriter(directory, self.module, max_shard_bytes=max_shard_bytes) if self.mesh.is_main else None
         with writer or nullcontext():  # an exception discards what was written so far
-            for name, weight in self.state.stream(cpu=False, rank0_only=True):
+            for name, weight in self.state.stream(what, cpu=False, rank0_only=True):
                 if writer is not None:
-                    writer.add(name, weight)
+                    writer.add(name, weight.to(self.module.get_parameter(name).dtype))
         if self.mesh.is_main and tokenizer is not None:
             tokenizer.save_pretrained(directory)
         self.mesh.barrier()

@@ -1,4 +1,4 @@
-"""The optimizer over shards: masters, clipping by the global norm, loss scaling, schedules."""
+"""The optimizer over shards: masters and their average, clipping by the global norm, loss scaling, schedules."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hybrid.config import OptimConfig
 from hybrid.parallel import ParallelMesh
+from hybrid.zero.ema import AVERAGE, WeightAverage
 from hybrid.zero.group import ParamGroup
 from hybrid.zero.loss_scale import LossScale
 
@@ -86,6 +87,7 @@ class ShardedOptimizer:
         self.loss_scale = LossScale(config) if any(group.dtype == torch.float16 for group in self.groups) else None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.total_steps: int | None = None
+        self.average: WeightAverage | None = None
         self.applying = False  # some masters may have been stepped and others not
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
@@ -93,6 +95,16 @@ class ShardedOptimizer:
         plain = [_master(group) for group in self.groups if not group.plan.decay]
         kinds = ((decayed, self.config.weight_decay), (plain, 0.0))
         return [{"params": masters, "weight_decay": decay} for masters, decay in kinds if masters]
+
+    def keep_average(self, decay: float) -> None:
+        """Keep an average of the masters from now on; a second call must have the same ``decay``."""
+        if self.average is None:
+            self.average = WeightAverage(map(_master, self.groups), decay)
+        elif self.average.decay != decay:
+            raise ValueError(
+                f"an average of the weights is kept with decay={self.average.decay}, and decay={decay} would be "
+                "another one; set the same, or build the model anew"
+            )
 
     # -- schedule ------------------------------------------------------------------------------------------------
 
@@ -167,6 +179,8 @@ class ShardedOptimizer:
                 _master(group).grad = group.grad = None
         for group in self.groups:
             group.write_back()
+        if self.average is not None:
+            self.average.update()
         self.applying = False
         _refuse_unless_elementwise(self.torch_optimizer)
 
@@ -207,22 +221,31 @@ class ShardedOptimizer:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is any yet: most optimizers make theirs in the first step."""
+        """Whether torch's optimizer has any yet: most make theirs in the first step."""
         return bool(self.torch_optimizer.state)
 
     def state(self, group: ParamGroup) -> Mapping[str, torch.Tensor]:
-        """The optimizer's tensors for a group: those of the master's shape are sharded as it is."""
+        """The optimizer's tensors for a group, the average included: those of the master's shape are sharded as it
+        is."""
         state = self.torch_optimizer.state.get(_master(group), {})
-        return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        if self.average is not None:
+            tensors[AVERAGE] = self.average.of(_master(group))
+        return tensors
 
     def set_state(self, group: ParamGroup, key: str, value: torch.Tensor) -> None:
         """Set one entry of a group's state: this rank's shard of it, or the step's count. The value is copied."""
+        if key == AVERAGE and self.average is not None:
+            self.average.of(_master(group)).copy_(value)
+            return
         # A fused optimizer wants the step's count in fp32 on the parameter's device.
         self.torch_optimizer.state[_master(group)][key] = value.to(_master(group).device, torch.float32, copy=True)
 
     def clear_state(self, group: ParamGroup) -> None:
-        """Forget a group's state; the next step begins it anew."""
+        """Forget a group's state, which the next step begins anew; an average begins at the masters as they are."""
         self.torch_optimizer.state[_master(group)].clear()
+        if self.average is not None:
+            self.average.restart(_master(group))
 
 
 def _master(group: ParamGroup) -> torch.nn.Parameter:

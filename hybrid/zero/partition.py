@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,17 @@ def find_layers(module: PreTrainedModel) -> dict[str, nn.Module]:
     """Modules that are gathered one at a time: the decoder layers, by name and in the order of their registration."""
     classes = set(module._no_split_modules or ())
     return {name: child for name, child in module.named_modules() if type(child).__name__ in classes}
+
+
+def frozen_settings(zero: ZeroConfig) -> ZeroConfig:
+    """ZeRO's settings for a model that is not trained: at every stage it rests as shards.
+
+    At stages 0 to 2 it would be held whole all the time, for the small part of a step in which it computes.
+    """
+    if zero.stage == 3:
+        return zero
+    # What the other two keep after a use would be held as long; `ShardedModel.resident` says when it is worth it.
+    return dataclasses.replace(zero, stage=3, keep_slices=False, max_reuse_distance=0)
 
 
 def plan_groups(

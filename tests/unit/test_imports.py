@@ -21,6 +21,7 @@ ROWS = (
     {"hybrid.config", "hybrid.arguments"},
     {"hybrid.deepspeed"},
     {"hybrid.layout"},
+    {"hybrid.peak"},
     {"hybrid.parallel"},
     {"hybrid.launch"},
     {"hybrid.monitor"},
@@ -33,7 +34,8 @@ ROWS = (
     {"hybrid.runs"},
     {"hybrid.data"},
     {"hybrid.rewards"},
-    {"hybrid.rl", "hybrid.learning"},
+    {"hybrid.learning"},
+    {"hybrid.rl"},  # mixes supervised losses in
     {"recipes", "scripts"},
 )
 RANK = {part: number for number, row in enumerate(ROWS) for part in row}
