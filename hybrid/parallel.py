@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import datetime
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -22,6 +23,8 @@ from typing import Any, Literal, cast
 import psutil
 import torch
 import torch.distributed as dist
+
+from hybrid.peak import data_sheet_flops, measured_flops
 
 Axis = str  # "world", "tensor", "slice", or one of those that `ParallelMesh.slicing` names
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -99,6 +102,7 @@ class ParallelMesh:
         self.parted = False  # ranks wait for different collectives, which will never end
         self._num_models = 0
         self._graph_pool: Any = None  # of CUDA graphs' memory, which they share: they never run at the same time
+        self._peak_flops: dict[torch.dtype, float] = {}  # by what has been asked for
         self._groups: dict[Axis, _Group] = {}
         self._add_axis("world", [list(range(world_size))])
         self._add_axis("tensor", [[d * tp_size + t for t in range(tp_size)] for d in range(self.dp_size)])
@@ -261,13 +265,48 @@ class ParallelMesh:
         """One number of every rank, on the host."""
         if self.world_size == 1:
             return [value]
-        # A gloo group moves it without waiting for the device; one of NCCL alone cannot.
-        on_host = "gloo" in str(dist.get_backend_config())
-        device = "cpu" if on_host else self.device
+        device = self._device_of_host_data()
         values = torch.empty(self.world_size, dtype=torch.int64, device=device)
         work = _all_gather_single(values, torch.tensor([value], device=device), async_op=True)
-        self.wait(_works(work), on_host=on_host)
+        self.wait(_works(work), on_host=device.type == "cpu")
         return values.tolist()
+
+    def exchange_objects(self, outgoing: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send objects to the ranks they are for, pickled: ``outgoing[r]`` goes to rank r. Every rank calls it.
+
+        Returns:
+            What all ranks had for this one, by rank and in each one's order. Tensors should be on the host: one of a
+            GPU's comes back on the GPU that has its number.
+
+        Raises:
+            ValueError: ``outgoing`` is not one list for each rank.
+        """
+        if len(outgoing) != self.world_size:
+            raise ValueError(f"outgoing has {len(outgoing)} lists for {self.world_size} ranks; give one for each")
+        if self.world_size == 1:
+            return list(outgoing[0])
+        packed = [pickle.dumps(list(o)) if len(o) and r != self.rank else b"" for r, o in enumerate(outgoing)]
+        sizes = [len(part) for part in packed]
+        received_sizes = self._all_to_all(torch.tensor(sizes), [1] * self.world_size, [1] * self.world_size).tolist()
+        sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)[: sum(sizes)]
+        received = self._all_to_all(sent, sizes, received_sizes)
+        self.bytes_received += received.nbytes
+        lists = [pickle.loads(part.numpy().data) if part.numel() else [] for part in received.split(received_sizes)]
+        lists[self.rank] = list(outgoing[self.rank])
+        return [each for objects in lists for each in objects]
+
+    def _all_to_all(self, sent: torch.Tensor, sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
+        """Stretches of a flat tensor on the host, one for each rank of the world, for those that they had for this."""
+        device = self._device_of_host_data()
+        received = torch.empty(sum(received_sizes), dtype=sent.dtype, device=device)
+        work = dist.all_to_all_single(received, sent.to(device), received_sizes, sizes, async_op=True)
+        self.wait(_works(work), on_host=device.type == "cpu")
+        return received.cpu()
+
+    def _device_of_host_data(self) -> torch.device:
+        """Where to put what is on the host so that the world can move it."""
+        # A gloo group moves it without waiting for the device; one of NCCL alone cannot.
+        return torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else self.device
 
     def wait(self, works: Iterable[dist.Work], *, on_host: bool | None = None) -> None:
         """Wait for collectives, and find out where ranks wait for one another's different ones.
@@ -347,6 +386,20 @@ class ParallelMesh:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """Floating-point operations a second at which this rank's device multiplies matrices of a dtype, at best.
+
+        In fp16 and bf16 that is a GPU's data sheet, if it is known by its name; otherwise a large product, timed the
+        first time. No collective: ranks may differ by what a measurement does.
+        """
+        if dtype not in self._peak_flops:
+            known = None
+            if self.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+                known = data_sheet_flops(torch.cuda.get_device_name(self.device))
+            size = 4096 if self.device.type == "cuda" else 1024
+            self._peak_flops[dtype] = known or measured_flops(self.device, dtype, size, self.synchronize)
+        return self._peak_flops[dtype]
 
     def synchronize(self) -> None:
         """Wait for the device; what is timed afterwards has really happened."""

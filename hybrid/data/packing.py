@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
@@ -47,3 +48,36 @@ def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
         bins[number].append(index)
         heapq.heapreplace(loads, (tokens + lengths[index], count + 1, number))
     return [sorted(members) for members in bins]
+
+
+def rebalance(lengths: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
+    """Even out the ranks' token counts by moving few sequences.
+
+    As long as it helps, the rank with the most tokens hands one sequence to the rank with the fewest: the one that
+    leaves the two of them most alike. No rank then has more than the average and the longest sequence together, nor
+    more than the longest rank had before.
+
+    Args:
+        owners: the rank in [0, num_ranks) that each sequence is with.
+
+    Returns:
+        The rank that each sequence is to be with.
+    """
+    planned = list(owners)
+    held: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # (tokens, sequence), ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
+        held[owners[index]].append((lengths[index], index))
+    loads = sorted((sum(length for length, _ in members), rank) for rank, members in enumerate(held))
+    while True:
+        (fewest, receiver), (most, giver) = loads[0], loads[-1]
+        gap, members = most - fewest, held[giver]
+        middle = bisect_left(members, (gap / 2,))
+        nearest = min(members[max(0, middle - 1) : middle + 1], key=lambda each: abs(2 * each[0] - gap), default=None)
+        if nearest is None or abs(2 * nearest[0] - gap) >= gap:  # any move would leave the two as far apart, or farther
+            return planned
+        members.remove(nearest)
+        insort(held[receiver], nearest)
+        planned[nearest[1]] = receiver
+        loads = loads[1:-1]
+        insort(loads, (fewest + nearest[0], receiver))
+        insort(loads, (most - nearest[0], giver))

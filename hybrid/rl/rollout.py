@@ -2,7 +2,8 @@
 
 A step's prompts are dealt over the replicas (replica d takes ``prompts[d::D]``), generated there by its T tensor ranks
 together, scored by them in shares, and then dealt again: in training every rank is data-parallel, so the T ranks split
-their replica's trajectories between them. A rank may end up with none.
+their replica's trajectories between them, and those that make a rank longer than the others move on (`share_out`). A
+rank may end up with none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from hybrid.data.packing import balance
+from hybrid.data.packing import balance, rebalance
 from hybrid.inference.params import SamplingParams
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
@@ -93,7 +94,7 @@ class RolloutCollector:
         ]
         trainable = [trajectory for trajectory in trajectories if trajectory.is_trainable]
         mine = balance([trajectory.num_tokens for trajectory in trainable], mesh.tp_size)[mesh.tp_rank]
-        return Rollout([trainable[i] for i in mine], samples)
+        return Rollout(share_out(mesh, [trainable[i] for i in mine]), samples)
 
     def _generate(self, prompts: list[Prompt], seeded: list[SamplingParams]) -> list[Completion]:
         """This replica's completions, on each of its ranks, by prompt and sample."""
@@ -152,6 +153,29 @@ def request_seed(seed: int, step: int, prompt_index: int) -> int:
     """The seed of all samples of one prompt; the generator derives each sample's from it and the sample's index."""
     digest = hashlib.blake2b(f"{seed}/{step}/{prompt_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # fits an int64
+
+
+def share_out(mesh: ParallelMesh, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Even out the tokens of trajectories over all ranks, moving few of them; a collective.
+
+    Args:
+        trajectories: those that this rank has. No two of all ranks' are the same sample.
+
+    Returns:
+        Those that it has afterwards, by prompt and sample.
+    """
+    if mesh.world_size == 1:
+        return list(trajectories)
+    lengths = mesh.all_gather_object([trajectory.num_tokens for trajectory in trajectories])
+    owners = [rank for rank, each in enumerate(lengths) for _ in each]
+    planned = rebalance([length for each in lengths for length in each], owners, mesh.world_size)
+    shares: list[list[Trajectory]] = [[] for _ in range(mesh.world_size)]
+    first = owners.index(mesh.rank) if trajectories else 0
+    for trajectory, owner in zip(trajectories, planned[first:], strict=False):
+        shares[owner].append(trajectory)
+    # All ranks have made the same plan, so that they agree on whether there is anything to send.
+    mine = shares[mesh.rank] if planned == owners else mesh.exchange_objects(shares)
+    return sorted(mine, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
 
 
 def gather_or_raise(mesh: ParallelMesh, what: str, call: Callable[[], T]) -> list[T]:

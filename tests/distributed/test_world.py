@@ -1,4 +1,4 @@
-"""The launcher itself: results by rank, the culprit first, no rank left behind."""
+"""The launcher itself: results by rank, the culprit first, no rank left behind. And what a mesh says of its world."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid.parallel import init_parallel
 from tests.distributed import world
 from tests.distributed.world import WorldError, run_world
 
@@ -63,3 +64,32 @@ def test_kills_a_rank_that_outlives_the_others_and_says_where_it_was(
         run_world(_hang_on_one, 2, tmp_path, timeout_s=5.0)
     assert "_hang_on_one" in str(caught.value)
     assert time.monotonic() - start < 15
+
+
+def _exchange() -> tuple[list[tuple[int, int]], int, int]:
+    mesh = init_parallel()
+    # Rank r has r * s objects for rank s: rank 0 sends nothing and gets nothing, rank 1 has one for itself.
+    outgoing = [[(mesh.rank, i, "x" * 1000 * i) for i in range(mesh.rank * s)] for s in range(mesh.world_size)]
+    received = [(rank, i, text) for rank, i, text in mesh.exchange_objects(outgoing)]
+    num_bytes = mesh.bytes_received
+    tensor = torch.linspace(0, 1, 7, dtype=torch.float64)
+    (arrived,) = mesh.exchange_objects([[tensor + mesh.rank] if (mesh.rank + 1) % 3 == s else [] for s in range(3)])
+    expected = tensor + (mesh.rank - 1) % 3
+    assert arrived.dtype == tensor.dtype and torch.equal(arrived, expected)
+    assert mesh.exchange_objects([[], [], []]) == []
+    with pytest.raises(ValueError, match="outgoing has 2 lists for 3 ranks; give one for each"):
+        mesh.exchange_objects([[], []])
+    return [(rank, i) for rank, i, text in received if text == "x" * 1000 * i], len(received), num_bytes
+
+
+def test_objects_reach_the_rank_they_are_for(tmp_path: Path) -> None:
+    for rank, (received, count, num_bytes) in enumerate(run_world(_exchange, 3, tmp_path)):
+        assert received == [(sender, i) for sender in range(3) for i in range(sender * rank)]
+        assert count == len(received)
+        sent_here = sum(1000 * i for sender in range(3) if sender != rank for i in range(sender * rank))
+        assert sent_here <= num_bytes <= sent_here + 50 * len(received) + 100
+
+
+def test_alone_objects_stay_where_they_are() -> None:
+    thing = object()
+    assert init_parallel().exchange_objects([[thing]]) == [thing]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hybrid.data.packing import balance, pack
+from hybrid.data.packing import balance, pack, rebalance
 
 
 def _random_lengths(seed: int, count: int, longest: int) -> list[int]:
@@ -65,3 +67,57 @@ def test_balance_is_within_the_longest_sequence(seed, num_bins):
 def test_balance_leaves_bins_empty_where_sequences_run_out():
     assert balance([5], 3) == [[0], [], []]
     assert balance([], 2) == [[], []]
+
+
+@st.composite
+def _held(draw):
+    """Token counts, who has each sequence, and how many ranks there are."""
+    num_ranks = draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(0, 50) | st.integers(0, 5000), max_size=60))
+    few = draw(st.integers(1, num_ranks))  # the ranks that have any
+    owners = draw(st.lists(st.integers(0, few - 1), min_size=len(lengths), max_size=len(lengths)))
+    return lengths, owners, num_ranks
+
+
+def _loads(lengths, owners, num_ranks):
+    loads = [0] * num_ranks
+    for length, owner in zip(lengths, owners, strict=True):
+        loads[owner] += length
+    return loads
+
+
+@given(_held())
+def test_rebalance_is_within_the_longest_sequence_and_never_worse(held):
+    lengths, owners, num_ranks = held
+    planned = rebalance(lengths, owners, num_ranks)
+    assert len(planned) == len(lengths) and set(planned) <= set(range(num_ranks))
+    before, after = _loads(lengths, owners, num_ranks), _loads(lengths, planned, num_ranks)
+    assert max(after) <= sum(lengths) / num_ranks + max(lengths, default=0)
+    assert max(after) <= max(before) and min(after) >= min(before)
+
+
+@given(_held())
+def test_rebalance_is_done_once_and_no_single_move_is_left(held):
+    lengths, owners, num_ranks = held
+    planned = rebalance(lengths, owners, num_ranks)
+    assert rebalance(lengths, planned, num_ranks) == planned
+    loads = _loads(lengths, planned, num_ranks)
+    heaviest = max(range(num_ranks), key=loads.__getitem__)
+    handed = [length for length, owner in zip(lengths, planned, strict=True) if owner == heaviest and length]
+    assert all(min(loads) + length >= loads[heaviest] for length in handed)
+
+
+def test_rebalance_moves_what_it_must_and_no_more():
+    assert rebalance([10, 10, 10, 10], [0, 0, 1, 1], 2) == [0, 0, 1, 1]
+    assert rebalance([8, 1, 7, 1, 1], [0, 0, 0, 0, 1], 2) == [1, 0, 0, 0, 1]
+    assert rebalance([5, 4], [1, 0], 2) == [1, 0]
+    assert rebalance([], [], 3) == []
+
+
+def test_rebalance_of_a_skewed_batch_moves_few():
+    # One replica's completions are ten times as long as the others'.
+    lengths = [random.Random(i).randint(500, 1000) if i % 4 == 0 else 75 for i in range(256)]
+    owners = [i % 4 for i in range(256)]
+    planned = rebalance(lengths, owners, 4)
+    assert max(_loads(lengths, planned, 4)) <= 1.02 * sum(lengths) / 4
+    assert sum(a != b for a, b in zip(owners, planned, strict=True)) < 64
