@@ -4,6 +4,7 @@
     python recipes/rlhf_step2_reward.py --actor ./sft --data pairs.jsonl --eval_size 200
     python recipes/rlhf_step2_reward.py --objective dpo --actor ./sft --data owner/dataset --learning_rate 1e-6
     torchrun --nproc-per-node 8 recipes/rlhf_step2_reward.py --zero_stage 3 --actor ./sft --data pairs.jsonl
+    torchrun --nproc-per-node 8 recipes/rlhf_step2_reward.py --deepspeed_config ds.json --actor ./sft --data pairs.jsonl
 
 Rows have `prompt`, `chosen` and `rejected`, as text or messages, or whole conversations as `chosen` and `rejected`; a
 `margin` says by how much the one is the better. Training starts from --actor, which a reward model gives a new score
@@ -18,20 +19,22 @@ from typing import get_type_hints
 
 from hybrid.arguments import input_errors, parse_arguments, plain_warnings, quieten
 from hybrid.config import PreferenceSettings
+from hybrid.deepspeed import DeepSpeedArguments, learning_presets
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     plain_warnings()
     with input_errors():
-        groups = [*get_type_hints(PreferenceSettings).values()]
-        settings = PreferenceSettings(*parse_arguments(groups, argv, description=__doc__))
+        groups = [*get_type_hints(PreferenceSettings).values(), DeepSpeedArguments]
+        *configs, deepspeed = parse_arguments(groups, argv, description=__doc__, presets=learning_presets)
+        settings = PreferenceSettings(*configs)
     # Only now what imports torch, so that --help and a mistyped flag are answered at once.
     from hybrid.parallel import run_main
 
-    run_main(lambda: run(settings))
+    run_main(lambda: run(settings, deepspeed))
 
 
-def run(settings: PreferenceSettings) -> None:
+def run(settings: PreferenceSettings, deepspeed: DeepSpeedArguments) -> None:
     from hybrid.learning.run import run_training
     from hybrid.learning.setup import find_preference_inputs, load_preference
     from hybrid.learning.trainer import LearningTrainer
@@ -42,6 +45,8 @@ def run(settings: PreferenceSettings) -> None:
     role = "reward" if settings.preference.objective == "reward" else "actor"
     with input_errors():
         inputs = find_preference_inputs(settings, checkpoint=check_run(settings.run, role))
+    hidden_size = inputs.model.config.get_text_config(decoder=True).hidden_size
+    settings = settings._replace(zero=deepspeed.resolve(settings.zero, hidden_size))
     mesh = init_parallel()
     objective, train, held_out = load_preference(inputs, settings, mesh)
     trainer = LearningTrainer(objective, train, held_out, settings.learn, num_examples=inputs.num_examples)

@@ -5,26 +5,46 @@
 #     scripts/rlhf_e2e.sh [DIRECTORY]          # SmolLM2-135M, minutes on 2 cores
 #     MODEL=./tiny EXAMPLES=8 PAIRS=8 STEPS=1 HELD_OUT=4 scripts/rlhf_e2e.sh out
 #
-# In the environment: PYTHON, MODEL, EXAMPLES, PAIRS, STEPS (of step 3), HELD_OUT, SEED, DTYPE.
+# In the environment: PYTHON, MODEL, EXAMPLES, PAIRS, STEPS (of step 3), HELD_OUT, SEED, DTYPE. Without DIRECTORY
+# everything is written to a new temporary one, which is named at the end. The first stage that fails ends the script
+# with its exit code.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python}
 model=${MODEL:-smollm2-135m} examples=${EXAMPLES:-256} pairs=${PAIRS:-1536} steps=${STEPS:-40}
 held_out=${HELD_OUT:-200} seed=${SEED:-0} dtype=${DTYPE:-auto}
-out=${1:-$(mktemp -d "${TMPDIR:-/tmp}/rlhf_e2e.XXXXXX")}
+out=${1:-}
+if [[ -z $out ]]; then
+    out=$(mktemp -d "${TMPDIR:-/tmp}/rlhf_e2e.XXXXXX")
+    made=$out
+fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 common=(--dtype "$dtype" --seed "$seed" --overwrite_output_dir)
 plain=(--no_apply_chat_template)
+stage=start
 
-say() { echo "==> $*" >&2; }
+say() {
+    stage=$*
+    echo "==> $stage" >&2
+}
+
+end() {
+    local status=$?
+    ((status == 0)) || echo "==> failed, with exit code $status: $stage" >&2
+    if [[ -n ${made:-} ]] && ! rmdir "$made" 2>/dev/null; then
+        echo "==> models, metrics and data are in $made; remove it when they are of no more use" >&2
+    fi
+}
+trap end EXIT
 
 # The judge's score of a model's greedy answers to the held-out prompts.
 score() {
+    # Joined, because in a command substitution a command that fails does not end the script.
     "$python" "$root/recipes/generate.py" --model "$1" --prompts "$out/data/held_out.jsonl" --output "$out/$2.jsonl" \
-        --temperature 0 --max_tokens 8 --dtype "$dtype" "${plain[@]}" >&2
-    "$python" "$root/scripts/larger_number.py" judge "$out/$2.jsonl"
+        --temperature 0 --max_tokens 8 --dtype "$dtype" "${plain[@]}" >&2 &&
+        "$python" "$root/scripts/larger_number.py" judge "$out/$2.jsonl"
 }
 
 say "data in $out/data"

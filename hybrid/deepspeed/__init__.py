@@ -1,5 +1,6 @@
 """DeepSpeed's JSON, read into this engine's configurations. Imports no torch."""
 
-from hybrid.deepspeed.config import DeepSpeedArguments, HybridConfig, deepspeed_presets
+from hybrid.deepspeed.config import HybridConfig
+from hybrid.deepspeed.flags import DeepSpeedArguments, deepspeed_presets, learning_presets
 
-__all__ = ["DeepSpeedArguments", "HybridConfig", "deepspeed_presets"]
+__all__ = ["DeepSpeedArguments", "HybridConfig", "deepspeed_presets", "learning_presets"]

@@ -1,4 +1,4 @@
-"""``HybridConfig``: what an engine is made from, in one object, and how a DeepSpeed JSON fills it or the flags."""
+"""``HybridConfig``: what an engine is made from, in one object, and how a DeepSpeed JSON fills it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from hybrid.config import InferenceConfig, OptimConfig, ParallelConfig, ZeroConf
 from hybrid.deepspeed.reading import AUTO_SIZES, Reading, read_deepspeed
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _check_sizes(sizes: tuple[str, ...]) -> None:
+def check_sizes(sizes: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that is none of `AUTO_SIZES`."""
     unknown = [size for size in sizes if size not in AUTO_SIZES]
     if unknown:
         raise ValueError(f"auto_sizes={unknown[0]!r} is unknown; choose among {', '.join(AUTO_SIZES)}")
 
 
-def _resolve_zero(zero: ZeroConfig, sizes: tuple[str, ...], hidden_size: int) -> ZeroConfig:
+def resolve_zero(zero: ZeroConfig, sizes: tuple[str, ...], hidden_size: int) -> ZeroConfig:
+    """A new object in which ``sizes`` follow the hidden size."""
     if hidden_size < 1:
         raise ValueError(f"hidden_size={hidden_size} is too small; set it to the model's")
     return dataclasses.replace(zero, **{size: AUTO_SIZES[size](hidden_size) for size in sizes})
@@ -49,11 +51,11 @@ class HybridConfig:
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(get_args(Dtype))}")
-        for name in (*_BATCH, "total_steps"):
+        for name in (*BATCH, "total_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is too small; set it to 1 or more")
-        _check_sizes(self.auto_sizes)
+        check_sizes(self.auto_sizes)
 
     @classmethod
     def from_deepspeed(
@@ -80,14 +82,14 @@ class HybridConfig:
         """
         base = cls() if base is None else base
         reading = read_deepspeed(source, dtype=base.dtype)
-        config = _apply(base, reading)
+        config = apply(base, reading)
         for note in reading.notes:
             warnings.warn(reading.say(note), stacklevel=2)
         return config
 
     def resolve(self, *, hidden_size: int) -> HybridConfig:
         """A new object in which sizes that were "auto" follow the model's hidden size, as in transformers."""
-        return dataclasses.replace(self, zero=_resolve_zero(self.zero, self.auto_sizes, hidden_size), auto_sizes=())
+        return dataclasses.replace(self, zero=resolve_zero(self.zero, self.auto_sizes, hidden_size), auto_sizes=())
 
     def check_batch(self, world_size: int) -> HybridConfig:
         """A new object whose batch sizes are complete: any two give the third, and one alone DeepSpeed's others.
@@ -112,10 +114,10 @@ class HybridConfig:
             micro = total // (passes * world_size)
         if micro * passes * world_size != total:
             raise ValueError(self._wrong_batch(world_size))
-        return dataclasses.replace(self, **dict(zip(_BATCH, (total, micro, passes), strict=True)))
+        return dataclasses.replace(self, **dict(zip(BATCH, (total, micro, passes), strict=True)))
 
     def _wrong_batch(self, world_size: int) -> str:
-        given = {name: getattr(self, name) for name in _BATCH[1:] if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in BATCH[1:] if getattr(self, name) is not None}
         factors = " x ".join([*(f"{name}={value}" for name, value in given.items()), f"{world_size} ranks"])
         product = world_size
         for value in given.values():
@@ -128,10 +130,10 @@ class HybridConfig:
 
 
 # Our groups of settings by the name that a reading's fields start with.
-_GROUPS = {"zero": ZeroConfig, "optim": OptimConfig, "parallel": ParallelConfig}
+GROUPS = {"zero": ZeroConfig, "optim": OptimConfig, "parallel": ParallelConfig}
 
 
-def _apply(base: HybridConfig, reading: Reading) -> HybridConfig:
+def apply(base: HybridConfig, reading: Reading) -> HybridConfig:
     """``base`` with what a reading says, in a new object."""
     changes: dict[str, Any] = {"auto_sizes": reading.auto_sizes}
     grouped: dict[str, dict[str, Any]] = {}
@@ -146,7 +148,7 @@ def _apply(base: HybridConfig, reading: Reading) -> HybridConfig:
     if base.optim is None and not trained:
         grouped.pop("optim", None)
     for group, fields in grouped.items():
-        before = getattr(base, group) or _GROUPS[group]()
+        before = getattr(base, group) or GROUPS[group]()
         changes[group] = _replace(before, fields, f"{group}.", reading)
     return _replace(base, changes, "", reading)
 
@@ -158,85 +160,3 @@ def _replace(config: Any, fields: Mapping[str, Any], prefix: str, reading: Readi
         field = str(error).partition("=")[0]  # what is out of range opens its message
         path = reading.paths.get(prefix + field)
         raise ValueError(reading.say(f"{path}: {error}" if path else str(error))) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedArguments:
-    """DeepSpeed's configuration: its JSON instead of flags."""
-
-    deepspeed_config: str | None = setting(
-        None,
-        "a DeepSpeed JSON for what no flag sets: ZeRO, optimizer, schedule, dtype, clipping, hybrid_engine; as there, "
-        "what it leaves out is off (stage 0, fp32, no clipping), and auto is what the flags say",
-    )
-    auto_sizes: tuple[str, ...] = setting(
-        (),
-        f"sizes that follow from the actor's hidden size, as auto does in a DeepSpeed JSON: {', '.join(AUTO_SIZES)}",
-        flag="zero_auto_sizes",
-    )
-
-    def __post_init__(self) -> None:
-        _check_sizes(self.auto_sizes)
-
-    def resolve(self, zero: ZeroConfig, hidden_size: int) -> ZeroConfig:
-        """A new object in which ``auto_sizes`` follow the hidden size."""
-        return _resolve_zero(zero, self.auto_sizes, hidden_size)
-
-
-def _flags() -> dict[str, str]:
-    """The flag of each field that a reading may set."""
-    return {"dtype": "dtype"} | {
-        f"{group}.{field.name}": field.metadata.get("flag") or field.name
-        for group, config in _GROUPS.items()
-        for field in dataclasses.fields(config)
-    }
-
-
-def deepspeed_presets(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``--deepspeed_config`` says, by flags, for `parse_arguments`, which puts flags that were set above it.
-
-    A batch in PPO is counted in prompts per step, and the schedule ends with the run, so the JSON's batch sizes and
-    total steps have no flag; they warn, and so does a value that gives way to a flag.
-    """
-    flags = _flags()
-    typed = tuple(given.get("zero_auto_sizes", ()))
-    for size in typed:
-        if size in AUTO_SIZES and (flag := flags[f"zero.{size}"]) in given:
-            raise ValueError(f"--zero_auto_sizes {size} and --{flag} {given[flag]} exclude each other; set one of them")
-    source = given.get("deepspeed_config")
-    if not source:
-        return {}
-    reading = read_deepspeed(source, dtype=given.get("dtype", "auto"))
-    _apply(HybridConfig(), reading)  # says what is out of range by the key's path
-    notes = [*reading.notes, *_uncounted(reading, given)]
-    presets: dict[str, Any] = {
-        "zero_auto_sizes": tuple(size for size in reading.auto_sizes if flags[f"zero.{size}"] not in given)
-    }
-    for field, value in reading.values.items():
-        flag = flags.get(field)
-        if flag is None:
-            continue
-        presets[flag] = value
-        if field in reading.paths and given.get(flag, value) != value:
-            notes.append(f"{reading.paths[field]} gives way to --{flag}: {given[flag]}, not {value}")
-    for note in notes:
-        warnings.warn(reading.say(note), stacklevel=2)
-    return presets
-
-
-def _uncounted(reading: Reading, given: Mapping[str, Any]) -> list[str]:
-    """Notes on the numbers that PPO counts in another way."""
-    notes = []
-    batch = [f"{name}={reading.values[name]}" for name in _BATCH if name in reading.values]
-    if batch:
-        verb = "have" if len(batch) > 1 else "has"
-        notes.append(
-            f"{', '.join(batch)} {verb} no effect: PPO counts prompts per step; set --prompts_per_step, and for memory "
-            "--max_tokens_per_microbatch"
-        )
-    if "total_steps" in reading.values and "total_steps" not in given:
-        notes.append(
-            f"{reading.paths['total_steps']}={reading.values['total_steps']} has no effect: the schedule ends with the "
-            "run; set --total_steps"
-        )
-    return notes

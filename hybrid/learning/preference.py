@@ -121,7 +121,7 @@ def with_reference(dataset: ExampleDataset[Pair], model: ShardedModel, max_token
     """
     found: dict[int, tuple[float, float]] = {}
     objective = DPOObjective(model)
-    with torch.no_grad():
+    with model.resident(), torch.no_grad():
         for members in shared_out(model.mesh, objective, dataset.rows, max_tokens):
             answers = answer_logprobs(model, [dataset.rows[i] for i in members]).tolist()
             found |= {index: (chosen, rejected) for index, (chosen, rejected) in zip(members, answers, strict=True)}

@@ -1,4 +1,4 @@
-"""Where a user's function runs, so that it can be cut off when it hangs: in a process of its own, or in a thread.
+"""Where a user's function runs, so that it can be cut off when it hangs: in processes of its own, or in a thread.
 
 A process can be killed whatever it does. A thread can only be given up on: it is asked to end, which an endless loop in
 Python does and a call that blocks in C does not, and one that holds the interpreter's lock stops this program too.
@@ -7,32 +7,20 @@ Python does and a call that blocks in C does not, and one that holds the interpr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import ctypes
 import inspect
-import os
-import pickle
 import queue
-import signal
-import subprocess
 import sys
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from hybrid.rewards import worker
-from hybrid.rewards.protocol import RewardError
+from hybrid.rewards.pool import PoolCaller
+from hybrid.rewards.process import Arguments, FunctionProcess, Phase
 from hybrid.rewards.worker import CONCURRENT_CALLS, Origin, Outcome, Status
-
-Arguments = Mapping[str, Any]
-
-# A process imports the function's file before its first call, torch and models perhaps.
-START_SECONDS = 300.0
 
 # What an async function has beyond its limit for cleaning up once it is cancelled.
 GRACE_SECONDS = 2.0
@@ -41,8 +29,11 @@ GRACE_SECONDS = 2.0
 class Caller(Protocol):
     """Calls one function."""
 
-    def call(self, many: Sequence[Arguments], limit: float | None) -> Iterator[Outcome]:
-        """One outcome for each of ``many`` calls, in order, each call being cut off after ``limit`` seconds."""
+    def call(self, many: Sequence[Arguments], limit: float | None) -> Generator[Outcome]:
+        """One outcome for each of ``many`` calls, in order, each call being cut off after ``limit`` seconds.
+
+        After the first that failed there may be no more of them.
+        """
         ...
 
     def close(self) -> None:
@@ -55,9 +46,9 @@ class ThreadCaller:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._is_async = _is_async(function)
+        self._is_async = is_async(function)
 
-    def call(self, many: Sequence[Arguments], limit: float | None) -> Iterator[Outcome]:
+    def call(self, many: Sequence[Arguments], limit: float | None) -> Generator[Outcome]:
         if self._is_async and len(many) > 1:
             outcomes = self._run(lambda: worker.call_all(self.function, many, limit), _limit_of_all(many, limit))
             if isinstance(outcomes, list):
@@ -88,18 +79,14 @@ class ThreadCaller:
             return None
 
 
-class ProcessCaller:
-    """Calls in a process that is started for the first call, killed at the limit, and started again when needed."""
+class ProcessCaller(FunctionProcess):
+    """Calls one after another in a process; those of an async function for single samples side by side in it."""
 
     def __init__(self, function: Callable[..., Any], name: str, origin: Origin) -> None:
-        self.name, self.origin = name, origin
-        self._is_async = _is_async(function)
-        self._connection: Connection | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., Any] | None = None
-        self._owner = 0
+        super().__init__(name, origin)
+        self._is_async = is_async(function)
 
-    def call(self, many: Sequence[Arguments], limit: float | None) -> Iterator[Outcome]:
+    def call(self, many: Sequence[Arguments], limit: float | None) -> Generator[Outcome]:
         if self._is_async and len(many) > 1:
             outcomes = self._ask(many, limit, _limit_of_all(many, limit))
             if len(outcomes) == len(many):
@@ -108,60 +95,12 @@ class ProcessCaller:
         for arguments in many:
             yield self._ask([arguments], limit, _with_grace(limit, self._is_async))[0]
 
-    def close(self) -> None:
-        if self._end is not None and self._owner == os.getpid():
-            self._end()
-        self._connection = self._process = self._end = None
-
     def _ask(self, many: Sequence[Arguments], limit: float | None, hard_limit: float | None) -> list[Outcome]:
-        """The outcomes of ``many`` calls, or one outcome if there was no answer in time or the process ended."""
-        request = _pickled(many, limit)
-        if self._connection is None or self._owner != os.getpid():
-            self._start()
-        return self._exchange(request, hard_limit)
-
-    def _start(self) -> None:
-        ours, theirs = Pipe()
-        lifeline, held = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", worker.__file__, str(theirs.fileno()), str(lifeline)],
-            pass_fds=(theirs.fileno(), lifeline),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # its children are killed with it
-        )
-        theirs.close()
-        os.close(lifeline)
-        self._connection, self._owner = ours, os.getpid()
-        self._end = weakref.finalize(self, _end_process, self._process, ours, held, self._owner)
-        where = self.origin
-        request = pickle.dumps((sys.path, where.where, where.name, where.is_file))
-        (outcome,) = self._exchange(request, START_SECONDS)
-        if outcome.status is not Status.RETURNED:
-            self.close()
-            reason = f"{outcome.kind}: {outcome.message}" if outcome.kind else f"not done within {START_SECONDS:g} s"
-            raise RewardError(
-                f"reward function {self.name} cannot be imported in a process of its own ({reason}); set "
-                "--reward_timeout 0 to call it without one",
-                outcome.frames,
-            )
-
-    def _exchange(self, request: bytes, limit: float | None) -> list[Outcome]:
-        connection, process, outcomes = self._connection, self._process, None
-        if connection is None or process is None:
-            raise RuntimeError(f"there is no process to ask: {connection=}, {process=}")
-        try:
-            connection.send_bytes(request)
-            if not connection.poll(limit):
-                return [Outcome(Status.TIMED_OUT)]
-            outcomes = [Outcome.decode(fields) for fields in pickle.loads(connection.recv_bytes())]
-            return outcomes
-        except (EOFError, ConnectionError):
-            code = process.wait()
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return [Outcome(Status.FAILED, kind="ProcessEnded", message=f"its process {how}")]
-        finally:
-            if outcomes is None:  # also when interrupted: an answer that comes late must not meet the next question
-                self.close()
+        if self.phase is not Phase.IDLE:  # not there yet, or interrupted at what it was asked last
+            self.start()
+            self.finish_start()
+        self.ask(many, limit, hard_limit)
+        return self.answer()
 
 
 def origin_of(function: Callable[..., Any]) -> Origin | None:
@@ -179,9 +118,12 @@ def origin_of(function: Callable[..., Any]) -> Origin | None:
     return Origin(module.__name__, name, is_file=False) if found is function else None
 
 
-def make_caller(function: Callable[..., Any], name: str, origin: Origin | None, *, own_process: bool) -> Caller:
-    """A process if one is wanted and can import the function, which is said if it cannot; else a thread."""
-    if not own_process:
+def make_caller(function: Callable[..., Any], name: str, origin: Origin | None, *, num_processes: int) -> Caller:
+    """As many processes as are wanted if they can import the function, which is said if they cannot; else a thread.
+
+    Several are for a function that is called for each sample and is not async.
+    """
+    if num_processes == 0:
         return ThreadCaller(function)
     origin = origin or origin_of(function)
     if origin is None:
@@ -191,10 +133,13 @@ def make_caller(function: Callable[..., Any], name: str, origin: Origin | None, 
             stacklevel=3,
         )
         return ThreadCaller(function)
+    if num_processes > 1:
+        return PoolCaller(name, origin, num_processes)
     return ProcessCaller(function, name, origin)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is an async function, or an object whose call is."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -225,32 +170,3 @@ def _answer(work: Callable[[], Any], answers: queue.SimpleQueue[Any]) -> None:
 def _ask_to_end(thread: threading.Thread) -> None:
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-
-
-def _pickled(many: Sequence[Arguments], limit: float | None) -> bytes:
-    try:
-        return pickle.dumps((many, limit))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        name = next((name for name in many[0] if not _can_be_pickled([a[name] for a in many])), "an argument")
-        raise ValueError(
-            f"column {name} holds objects that cannot be sent to the reward function's process ({error}); "
-            "leave the column out, or set --reward_timeout 0 to call the function without a process of its own"
-        ) from error
-
-
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return False
-    return True
-
-
-def _end_process(process: subprocess.Popen[bytes], connection: Connection, held: int, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of this program ends: the process is not its own
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    connection.close()
-    os.close(held)

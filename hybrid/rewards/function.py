@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import closing
+from typing import Any, Literal
 
-from hybrid.rewards.callers import make_caller
+from hybrid.rewards.callers import is_async, make_caller
+from hybrid.rewards.pool import auto_workers
 from hybrid.rewards.protocol import RewardError, RewardOutput
 from hybrid.rewards.remote import is_url
 from hybrid.rewards.results import Scores, read_scores
@@ -45,11 +47,17 @@ class FunctionReward:
     of its module as that is after import, and not what this program made of it. Lambdas, closures, methods, objects
     and what a script defines itself cannot be imported by another process, so they stay in a thread.
 
+    With several ``workers`` as many such processes share the samples of a function that is called for each: a slow one
+    takes a part of the time. Each imports the function's file, and knows nothing of the others' calls.
+
     Args:
         name: for errors and metrics (default: the function's).
         timeout: seconds for each call; None or 0: no limit, and the function is called in the caller's own thread,
             which those that use signals need.
         own_process: call it in a process of its own.
+        workers: how many of them, at most one for each sample; more than 1 stands for ``own_process`` too. "auto": this
+            rank's part of the cores, at most 8, where the function is called for each sample in a process of its own
+            and is not async; otherwise 1.
         origin: where such a process finds the function (default: in its module).
     """
 
@@ -60,6 +68,7 @@ class FunctionReward:
         name: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
         own_process: bool = False,
+        workers: int | Literal["auto"] = 1,
         origin: Origin | None = None,
     ) -> None:
         if not callable(function):
@@ -71,8 +80,7 @@ class FunctionReward:
         self.timeout = timeout or None
         self.origin = origin
         self.signature = Signature.of(function, self.name)
-        own_process = own_process and self.timeout is not None
-        self._caller = make_caller(function, self.name, origin, own_process=own_process)
+        self._caller = make_caller(function, self.name, origin, num_processes=self._num_processes(own_process, workers))
 
     def score(
         self,
@@ -112,25 +120,46 @@ class FunctionReward:
             )
 
     def close(self) -> None:
-        """End the function's process, if it has one; the next score starts another."""
+        """End the function's processes, if it has any; the next score starts others."""
         self._caller.close()
+
+    def _num_processes(self, own_process: bool, workers: int | Literal["auto"]) -> int:
+        """0 for a thread."""
+        if workers != "auto" and workers < 1:
+            raise ValueError(f"workers={workers} is too small; set it to 1 or more, or to auto")
+        reason = None
+        if not self.signature.form.is_per_sample:
+            reason = (
+                f"which takes a batch at once; define it for one sample, as {self.name}({', '.join(Form.SAMPLE.given)})"
+            )
+        elif is_async(self.function):
+            reason = "which is async: its calls run side by side in one process"
+        elif self.timeout is None:
+            reason = "which is called in this process, since it has no limit; set --reward_timeout to seconds"
+        if workers == "auto":
+            workers = auto_workers() if reason is None and own_process else 1
+        elif workers > 1 and reason is not None:
+            warnings.warn(f"reward_workers={workers} has no effect on {self.name}, {reason}", stacklevel=3)
+            workers = 1
+        return 0 if self.timeout is None or not (own_process or workers > 1) else workers
 
     def _score_each(
         self, calls: list[dict[str, Any]], prompts: Sequence[str], completions: Sequence[str]
     ) -> tuple[Scores, set[int]]:
         values: list[Any] = []
         timed_out: set[int] = set()
-        for index, outcome in enumerate(self._caller.call(calls, self.timeout)):
-            if outcome.status is Status.FAILED:
-                raise self._error(outcome, f"on {_sample(index, prompts, completions)}")
-            if outcome.status is Status.TIMED_OUT:
-                timed_out.add(index)
-                warnings.warn(
-                    f"reward function {self.name} took longer than {self.timeout:g} s for "
-                    f"{_sample(index, prompts, completions)}, which is masked; see --reward_timeout",
-                    stacklevel=4,
-                )
-            values.append(outcome.value)
+        with closing(self._caller.call(calls, self.timeout)) as outcomes:  # what is not taken is not worked on
+            for index, outcome in enumerate(outcomes):
+                if outcome.status is Status.FAILED:
+                    raise self._error(outcome, f"on {_sample(index, prompts, completions)}")
+                if outcome.status is Status.TIMED_OUT:
+                    timed_out.add(index)
+                    warnings.warn(
+                        f"reward function {self.name} took longer than {self.timeout:g} s for "
+                        f"{_sample(index, prompts, completions)}, which is masked; see --reward_timeout",
+                        stacklevel=4,
+                    )
+                values.append(outcome.value)
         return self._read(values, "list", prompts, completions), timed_out
 
     def _score_batch(self, call: dict[str, Any], prompts: Sequence[str], completions: Sequence[str]) -> Scores:

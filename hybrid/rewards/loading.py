@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from hybrid.rewards.combined import CombinedReward
 from hybrid.rewards.function import DEFAULT_TIMEOUT, FunctionReward
@@ -13,7 +15,9 @@ from hybrid.rewards.remote import RemoteFunction, is_url
 from hybrid.rewards.worker import USER_ERRORS, Origin, import_file
 
 
-def load_reward(path: str, *, timeout: float | None = DEFAULT_TIMEOUT) -> FunctionReward:
+def load_reward(
+    path: str, *, timeout: float | None = DEFAULT_TIMEOUT, workers: int | Literal["auto"] = 1
+) -> FunctionReward:
     """The reward function that ``file.py:function`` names, or the one behind ``http://host:port/path``.
 
     A function from a file runs in a process of its own, so that one that hangs can be killed. Several addresses of one
@@ -21,11 +25,18 @@ def load_reward(path: str, *, timeout: float | None = DEFAULT_TIMEOUT) -> Functi
 
     Args:
         timeout: seconds for a call or a request; None or 0: no limit, and no process.
+        workers: processes that share the samples of a function that is called for each; see `FunctionReward`.
 
     Raises:
         ValueError: there is no such file or function, the file cannot be imported, or the address is none.
     """
     if is_url(path):
+        if workers not in ("auto", 1):
+            warnings.warn(
+                f"reward_workers={workers} has no effect on {path}, which is asked for a batch at once; several "
+                "addresses, with commas between, share it",
+                stacklevel=2,
+            )
         return FunctionReward(RemoteFunction(path.split(","), timeout=timeout), timeout=None)
     file, _, name = path.rpartition(":")
     if not file or not name:
@@ -49,7 +60,7 @@ def load_reward(path: str, *, timeout: float | None = DEFAULT_TIMEOUT) -> Functi
     if not callable(function):
         raise ValueError(f"reward {path!r}: {name} is a {type(function).__name__}, not a function")
     origin = Origin(str(location), name, is_file=True)
-    return FunctionReward(function, name=name, timeout=timeout, own_process=True, origin=origin)
+    return FunctionReward(function, name=name, timeout=timeout, own_process=True, workers=workers, origin=origin)
 
 
 def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] = ()) -> Reward:

@@ -68,7 +68,9 @@ class ModelReward:
             text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         else:
-            ids = self.tokenizer.encode(prompt + completion)
+            # A prompt out of the actor's chat template may open with the token that this tokenizer would add again.
+            text, start = prompt + completion, self.tokenizer.bos_token
+            ids = self.tokenizer.encode(text, add_special_tokens=not (start and text.startswith(str(start))))
             end = self.tokenizer.eos_token_id
             if ended and isinstance(end, int) and ids[-1:] != [end]:
                 ids.append(end)
@@ -94,9 +96,10 @@ class ModelReward:
         mesh = self.model.mesh
         (rounds,) = mesh.reduce_scalars([len(groups)], "max")  # every rank takes part in every forward
         rewards: list[float | None] = [None] * len(sequences)
-        for number in range(int(rounds)):
-            group = groups[number] if number < len(groups) else []
-            batch = RaggedBatch.from_sequences([extended[i] for i in group], [1] * len(group), mesh.device)
-            for index, value in zip(group, self.model.values(batch).tolist(), strict=True):
-                rewards[index] = value
+        with self.model.resident():
+            for number in range(int(rounds)):
+                group = groups[number] if number < len(groups) else []
+                batch = RaggedBatch.from_sequences([extended[i] for i in group], [1] * len(group), mesh.device)
+                for index, value in zip(group, self.model.values(batch).tolist(), strict=True):
+                    rewards[index] = value
         return rewards

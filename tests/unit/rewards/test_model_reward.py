@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification
 
 from hybrid.models.heads import token_values
 from hybrid.models.loading import load_tokenizer, load_value_model, resolve_model
 from hybrid.rewards import ModelReward
+from tests.tiny import tiny_tokenizer
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 
@@ -22,7 +25,7 @@ def reward(tiny_reward_model: Path) -> ModelReward:
     resolved = resolve_model(str(tiny_reward_model))
     module = load_value_model(resolved, torch.float32, new_head=False)
     mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
-    model: Any = SimpleNamespace(mesh=mesh, values=lambda batch: token_values(module, batch))
+    model: Any = SimpleNamespace(mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch))
     return ModelReward(model, load_tokenizer(resolved), max_tokens_per_microbatch=20)
 
 
@@ -91,7 +94,7 @@ def test_the_actors_tokens_template_and_vocabulary_mean_nothing_to_it(tmp_path: 
     resolved = resolve_model(str(directory))
     module = load_value_model(resolved, torch.float32, new_head=False)
     mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
-    model: Any = SimpleNamespace(mesh=mesh, values=lambda batch: token_values(module, batch))
+    model: Any = SimpleNamespace(mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch))
     reward = ModelReward(model, load_tokenizer(resolved))
     # Ids and text of an actor with bytes for tokens and a template of its own.
     output = reward.score(["<|user|>Hi<|end|><|assistant|>"], ["Yo."], [[200, 250, 261]], {"messages": [QUESTION]})
@@ -100,3 +103,34 @@ def test_the_actors_tokens_template_and_vocabulary_mean_nothing_to_it(tmp_path: 
         ids = [words.index(word) for word in ("Human", ":", "Hi", "Robot", ":", "Yo", ".")]
         expected = oracle_model(torch.tensor([ids])).logits.item()
     assert output.rewards == pytest.approx([expected], abs=1e-5)
+
+
+def test_the_score_is_of_the_last_token_also_where_that_is_padding(tmp_path: Path) -> None:
+    from tests.tiny import save_tiny_reward_model
+
+    directory = save_tiny_reward_model(tmp_path / "padded", pad_token_id=2)  # its end-of-sequence token
+    resolved = resolve_model(str(directory))
+    module = load_value_model(resolved, torch.float32, new_head=False)
+    mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
+    model: Any = SimpleNamespace(mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch))
+    reward = ModelReward(model, load_tokenizer(resolved), end_ids=[9])
+    # Ended by itself, cut off, and one that is nothing but its end.
+    output = reward.score(["one ", "one ", "one "], ["two", "two", ""], [[5, 9], [5, 6], [9]], {})
+    plain = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    expected = []
+    for text in ("one two<|end|>", "one two", "one <|end|>"):
+        ids = torch.tensor([reward.tokenizer.encode(text, add_special_tokens=False)])
+        with torch.no_grad():  # transformers' own choice of a token would pass by those that are padding
+            expected.append(plain.score(plain.model(ids).last_hidden_state[0, -1]).item())
+    assert output.rewards == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_text_that_opens_with_the_first_token_gets_no_second_one():
+    tokenizer = tiny_tokenizer(chat_template=None)
+    first = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
+    tokenizer._tokenizer.post_processor = first
+    model: Any = None
+    reward = ModelReward(model, tokenizer)
+    ids = [reward._encode(prompt, "Yo", True, None) for prompt in ("<|bos|>Hi ", "Hi ")]
+    assert ids[0] == ids[1]
+    assert ids[0].count(tokenizer.bos_token_id) == 1

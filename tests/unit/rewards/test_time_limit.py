@@ -81,6 +81,21 @@ def signals(completion):
 
 def odd(completions):
     return {object(): 1}.keys()
+
+class Refusal(Exception):
+    def __init__(self, lock):
+        super().__init__("no judge for this")
+        self.lock = lock
+
+def refuses(completion):
+    import threading
+    if completion == "hang":
+        raise Refusal(threading.Lock())  # cannot be pickled
+    return 1.0
+
+def locks(completion):
+    import threading
+    return threading.Lock()
 """
 
 
@@ -163,6 +178,32 @@ def test_a_function_of_a_file_has_a_main_thread_and_one_process(file: Path) -> N
     pids.close()
     here = load_reward(f"{file}:verl", timeout=0)
     assert here.score(PROMPTS[:1], ["1"], IDS[:1], columns).parts["verl/pid"] == [float(os.getpid())]
+
+
+def test_what_cannot_be_sent_back_is_told_in_words(file: Path) -> None:
+    for name, message in (
+        ("refuses", r"refuses raised Refusal: no judge for this, on sample 1 \(prompt 'p1', completion 'hang'\)"),
+        ("locks", r"locks returned '<unlocked _thread.lock object at .*' for sample 0 "),
+    ):
+        reward = load_reward(f"{file}:{name}")
+        with pytest.raises(RewardError, match=message):
+            reward.score(PROMPTS, COMPLETIONS, IDS, {})
+        reward.close()
+
+
+def test_an_object_that_cannot_be_sent_is_called_here() -> None:
+    class Judge:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, completion: str, answer: str | None) -> float | None:
+            with self.lock:
+                return None if answer is None else float(completion == answer)
+
+    with pytest.warns(UserWarning, match="Judge cannot be imported by another process, so it runs in a thread"):
+        reward = FunctionReward(Judge(), own_process=True)
+    # A column that some rows lack.
+    assert reward.score(PROMPTS, COMPLETIONS, IDS, {"answer": ["1", None, "2"]}).rewards == [1.0, None, 0.0]
 
 
 def test_columns_that_cannot_be_sent_are_named(file: Path) -> None:
