@@ -175,6 +175,25 @@ class PPOConfig:
         2048, "tokens per forward and backward pass on a rank; results do not depend on it"
     )
     seed: int = setting(0, "seeds the order of the prompts and every sample")
+    eval_steps: int = setting(
+        0, "evaluate held-out prompts every this many steps too; 0: before the first and after the last alone"
+    )
+    eval_temperature: float = setting(0.0, "temperature of evaluation; 0 takes the likeliest token")
+    eval_num_generations: int = setting(1, "completions for each held-out prompt, whose rewards are averaged")
+    enable_ema: bool = setting(False, "keep an exponential moving average of the actor's weights, saved beside it")
+    ema_decay: float = setting(0.992, "what part of the average stays at each update of the actor")
+    ptx_coef: float = setting(
+        0.0,
+        "weight of the language-modelling loss on ptx_data in the actor's updates, against forgetting "
+        "(https://arxiv.org/abs/2203.02155); 0: none",
+    )
+    ptx_batch_size: int = setting(
+        0, "examples of ptx_data per update, over all ranks; 0: as many as a minibatch has samples"
+    )
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.num_generations
 
     @property
     def traits(self) -> AlgorithmTraits:
@@ -241,9 +260,14 @@ class PPOConfig:
             max_completion_length=self.max_completion_length,
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
             rollout_correction_cap=self.rollout_correction_cap,
+            eval_num_generations=self.eval_num_generations,
         )
         at_least(
             0,
+            eval_steps=self.eval_steps,
+            eval_temperature=self.eval_temperature,
+            ptx_coef=self.ptx_coef,
+            ptx_batch_size=self.ptx_batch_size,
             kl_coef=self.kl_coef,
             vf_coef=self.vf_coef,
             entropy_coef=self.entropy_coef,
@@ -259,7 +283,10 @@ class PPOConfig:
             vf_coef=self.vf_coef,
             entropy_coef=self.entropy_coef,
             temperature=self.temperature,
+            eval_temperature=self.eval_temperature,
+            ptx_coef=self.ptx_coef,
         )
+        require(0 <= self.ema_decay < 1, f"ema_decay={self.ema_decay} is out of range; it must be in [0, 1)")
         in_range(0, 1, gamma=self.gamma, lam=self.lam)
         in_range(0, 1, open_low=True, top_p=self.top_p)
         for name in ("cliprange", "cliprange_low", "cliprange_high", "kl_target", "early_stop_kl"):
@@ -271,7 +298,7 @@ class PPOConfig:
             self.dual_clip is None or self.dual_clip > 1,
             f"dual_clip={self.dual_clip} would bound what no ratio has moved; set it to more than 1",
         )
-        samples = self.prompts_per_step * self.num_generations
+        samples = self.samples_per_step
         require(
             self.num_minibatches <= samples,
             f"num_minibatches={self.num_minibatches} is more than the {samples} samples of a step "
@@ -328,10 +355,17 @@ class PPOConfig:
             self.whiten_by == "batch" or self.whiten_advantages,
             f"whiten_by={self.whiten_by!r} says how advantages are whitened, and they are not; set --whiten_advantages",
         )
+        require(
+            self.eval_num_generations == 1 or self.eval_temperature > 0,
+            f"eval_num_generations={self.eval_num_generations} would all be alike at eval_temperature=0; set "
+            "--eval_temperature too",
+        )
         for name, other, is_used in (
             ("rollout_correction_cap", "rollout_correction", self.rollout_correction != "none"),
             ("max_resamplings", "dynamic_sampling", self.dynamic_sampling),
             ("overlong_penalty", "overlong_buffer", self.overlong_buffer > 0),
+            ("ema_decay", "enable_ema", self.enable_ema),
+            ("ptx_batch_size", "ptx_coef", self.ptx_coef > 0),
         ):
             require(
                 is_used or getattr(self, name) == type(self).__dataclass_fields__[name].default,

@@ -35,6 +35,8 @@ SYNONYMS = {
     "inference_tp_size": "tp_size",
     "num_generations": "n",  # torchrun takes --n for an abbreviation of its own flags
     "deepspeed": "deepspeed_config",
+    "unsup_coef": "ptx_coef",
+    "unsupervised_dataset_name": "ptx_data",
 }
 
 # Other names of a flag's values.
@@ -55,9 +57,6 @@ UNAVAILABLE = {
     "offload": _LATER,
     "offload_dir": _LATER,
     "offload_reference_model": _LATER,
-    "enable_ema": _LATER,
-    "unsup_coef": _LATER,
-    "eval_steps": _LATER,
     "per_device_generation_batch_size": "is counted per device; set --prompts_per_step, which counts all devices",
     "per_device_training_batch_size": "does not exist: set --num_minibatches for optimizer steps, "
     "--max_tokens_per_microbatch for memory",

@@ -59,12 +59,19 @@ class ModelConfig:
         "seconds for each call of a reward function or server: a sample that hangs is masked, a batch is an error; 0: "
         "no limit",
     )
+    reward_workers: int | Literal["auto"] = setting(
+        "auto",
+        "processes of a rank that share the samples of a reward function that is called for each; auto: its part of "
+        "the cores, at most 8; 1 where the function holds a model, or state from call to call",
+    )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto", "what the weights compute in; auto: bf16 where the device has it natively, else fp32"
     )
 
     def __post_init__(self) -> None:
         at_least(0, reward_timeout=self.reward_timeout)
+        if self.reward_workers != "auto":
+            at_least(1, reward_workers=self.reward_workers)
         finite(**{f"reward_weights[{i}]": weight for i, weight in enumerate(self.reward_weights)})
         num_rewards = len(self.rewards)
         require(
@@ -100,8 +107,29 @@ class DataConfig:
     overlong_prompts: Literal["drop", "truncate", "error"] = setting(
         "drop", "what becomes of a prompt over max_prompt_length: dropped and counted, cut on the left, or an error"
     )
+    eval_prompts: str | tuple[str, ...] | None = setting(
+        None, "held-out prompts to evaluate on, as prompts are (default: eval_size of prompts)"
+    )
+    eval_split: str = setting("test", "the split of a Hub dataset that is eval_prompts")
+    eval_size: int = setting(0, "prompts that are held out to evaluate on, where there are no eval_prompts")
+    ptx_data: str | None = setting(
+        None, "texts or conversations to go on learning from beside the reward (ptx_coef): a file or a Hub dataset"
+    )
+    ptx_split: str = setting("train", "the split of a Hub dataset that is ptx_data")
 
     def __post_init__(self) -> None:
+        at_least(0, eval_size=self.eval_size)
+        require(
+            not (self.eval_prompts and self.eval_size),
+            f"eval_prompts={self.eval_prompts!r} are what to evaluate on, and eval_size={self.eval_size} would hold "
+            "out more; set one of the two",
+        )
+        for name, other in (("eval_split", "eval_prompts"), ("ptx_split", "ptx_data")):
+            require(
+                getattr(self, other) is not None
+                or getattr(self, name) == type(self).__dataclass_fields__[name].default,
+                f"{name}={getattr(self, name)!r} is the split of {other}, which is not set; set --{other} too",
+            )
         for number, weight in enumerate(self.prompt_weights):
             finite(**{f"prompt_weights[{number}]": weight})
             positive(**{f"prompt_weights[{number}]": weight})
@@ -116,6 +144,11 @@ class DataConfig:
     def sources(self) -> tuple[str, ...]:
         """The names of all sources of prompts; none: the demo's."""
         return _names(self.prompts)
+
+    @property
+    def eval_sources(self) -> tuple[str, ...]:
+        """The names of all sources of held-out prompts."""
+        return _names(self.eval_prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +369,20 @@ class RunConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PPORunConfig(RunConfig):
+    """The run: how long, and what it leaves behind."""
+
+    log_tokens: int = setting(
+        2,
+        "samples a step whose tokens are written too, each with its log-probs, mask, KL, advantage and value; -1: all",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(-1, log_tokens=self.log_tokens)
+
+
 class PPOSettings(NamedTuple):
     """Everything that a PPO run is made of."""
 
@@ -347,7 +394,7 @@ class PPOSettings(NamedTuple):
     zero: ZeroConfig
     inference: InferenceConfig
     parallel: ParallelConfig
-    run: RunConfig
+    run: PPORunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

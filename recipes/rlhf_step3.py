@@ -48,6 +48,8 @@ def presets(given: Mapping[str, Any]) -> Mapping[str, Any]:
     demo = {} if given.get("prompts") else DEMO
     if demo and given.get("algorithm", "ppo") == "ppo":  # the others scale advantages in their own way
         demo = {**demo, "whiten_advantages": True}
+    elif demo and given["algorithm"] != "reinforce_pp":  # groups as small as a CPU answers quickly
+        demo = {**demo, "num_generations": 4}
     return {**demo, **deepspeed_presets(given)}
 
 
@@ -70,8 +72,7 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
     from hybrid.checkpoint import checkpoint_name, drop_old_checkpoints
     from hybrid.monitor import RunRecorder, Timers, make_output_dir
     from hybrid.parallel import init_parallel
-    from hybrid.rl.setup import load_parts, settings_to_compare
-    from hybrid.rl.trainer import PPOTrainer
+    from hybrid.rl.setup import load_parts, make_trainer, settings_to_compare
     from hybrid.runs import resumes_in_place
 
     mesh = init_parallel(settings.parallel.tp_size)
@@ -82,15 +83,7 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
         replace = settings.run.overwrite_output_dir and not resumes_in_place(settings.run, inputs.checkpoint)
         output_dir = make_output_dir(settings.run.output_dir, "rlhf_step3", replace=replace)
     output_dir = mesh.broadcast_object(output_dir)
-    trainer = PPOTrainer(
-        actor,
-        parts.critic,
-        parts.ref,
-        parts.reward,
-        inputs.prompts,
-        settings.ppo,
-        timers=Timers(mesh.synchronize),
-    )
+    trainer = make_trainer(parts, inputs, settings, timers=Timers(mesh.synchronize))
     if inputs.checkpoint is not None:
         before = trainer.load_checkpoint(inputs.checkpoint)["before"]
     else:
@@ -110,9 +103,13 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
         )
 
     def after_step(step: int, metrics: dict[str, float]) -> None:
+        is_logged = step % settings.run.logging_steps == 0
+        samples = trainer.sample_records(settings.run.log_tokens) if step and is_logged else []
+        if "timing_s/eval" in metrics:
+            samples += [{"split": "eval", **dataclasses.asdict(sample)} for sample in trainer.last_evaluation]
         if recorder is not None:
-            recorder.record(step, metrics, map(dataclasses.asdict, trainer.last_samples))
-        if settings.run.save_steps and step % settings.run.save_steps == 0:
+            recorder.record(step, metrics, samples)
+        if step and settings.run.save_steps and step % settings.run.save_steps == 0:
             with trainer.timers("save"):
                 extra = {"before": before, "settings": settings_to_compare(settings)}
                 trainer.save_checkpoint(output_dir / checkpoint_name(step), **extra)
@@ -126,6 +123,8 @@ def train(settings: PPOSettings, inputs: PPOInputs) -> None:
         trainer.train(steps)
         after = [dataclasses.asdict(sample) for sample in trainer.evaluate(inputs.shown)]
         actor.save_pretrained(output_dir / "actor")
+        if settings.ppo.enable_ema:
+            actor.save_pretrained(output_dir / "actor_ema", what="average")
         if recorder is not None:
             recorder.finish(before, after)
 

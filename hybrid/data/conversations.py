@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 import warnings
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from jinja2 import TemplateError
 
-from hybrid.data.mixing import mixed_order
+from hybrid.data.mixing import held_out_rows, mixed_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,11 +78,7 @@ class ExampleDataset(Generic[T]):
         Raises:
             ValueError: nothing would be left.
         """
-        if size >= len(self.rows):
-            raise ValueError(
-                f"eval_size={size} of {len(self.rows)} examples leaves none to train on; set --eval_size to less"
-            )
-        held_out = set(random.Random(f"held out/{seed}").sample(range(len(self.rows)), size))
+        held_out = held_out_rows(len(self.rows), size, seed)
         rest = [row for index, row in enumerate(self.rows) if index not in held_out]
         kept = ExampleDataset(rest, num_dropped=self.num_dropped, num_truncated=self.num_truncated)
         return kept, ExampleDataset([self.rows[index] for index in sorted(held_out)])

@@ -52,6 +52,17 @@ def draws_per_epoch(sizes: Sequence[int], weights: Sequence[float] | None) -> tu
     return tuple(counts)
 
 
+def held_out_rows(num_rows: int, size: int, seed: int) -> set[int]:
+    """Which ``size`` of a dataset's rows are held out, drawn by ``seed``.
+
+    Raises:
+        ValueError: nothing would be left.
+    """
+    if size >= num_rows:
+        raise ValueError(f"eval_size={size} of {num_rows} rows leaves none to train on; set --eval_size to less")
+    return set(random.Random(f"held out/{seed}").sample(range(num_rows), size))
+
+
 @lru_cache(maxsize=4)
 def mixed_order(sizes: tuple[int, ...], counts: tuple[int, ...], seed: int, epoch: int) -> list[int]:
     """The rows of one epoch, counted through all sources: ``counts[i]`` of source i, on from where the last one ended.

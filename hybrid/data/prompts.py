@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from hybrid.data.mixing import Source, check_weights, draws_per_epoch, is_source_list, mixed_order, read_source_list
+from hybrid.data.mixing import (
+    Source,
+    check_weights,
+    draws_per_epoch,
+    held_out_rows,
+    is_source_list,
+    mixed_order,
+    read_source_list,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +68,7 @@ class PromptDataset:
         self.sizes = tuple(sizes) or (len(rows),)
         if sum(self.sizes) != len(rows) or min(self.sizes) < 1:
             raise ValueError(f"sizes={self.sizes} of the sources do not add up to the {len(rows)} rows")
+        self.weights = weights
         self.draws = draws_per_epoch(self.sizes, weights)
 
     def __len__(self) -> int:
@@ -76,6 +86,24 @@ class PromptDataset:
             self.rows[mixed_order(self.sizes, self.draws, seed, place // num_rows)[place % num_rows]]
             for place in places
         ]
+
+    def hold_out(self, size: int, seed: int) -> tuple[PromptDataset, PromptDataset]:
+        """This dataset without ``size`` of its prompts, drawn by ``seed`` from all sources, and those.
+
+        Raises:
+            ValueError: a source would have nothing left.
+        """
+        chosen = held_out_rows(len(self.rows), size, seed)
+        starts = [0, *itertools.accumulate(self.sizes)]
+        sizes = [len(set(range(*span)) - chosen) for span in itertools.pairwise(starts)]
+        if not all(sizes):
+            raise ValueError(
+                f"eval_size={size} of {len(self.rows)} prompts leaves a source without any; set --eval_size to less, "
+                "or --eval_prompts to a file"
+            )
+        rest = [row for index, row in enumerate(self.rows) if index not in chosen]
+        kept = PromptDataset(rest, num_dropped=self.num_dropped, sizes=sizes, weights=self.weights)
+        return kept, PromptDataset([self.rows[index] for index in sorted(chosen)])
 
     @classmethod
     def mix(

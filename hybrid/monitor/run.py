@@ -17,7 +17,7 @@ from hybrid.monitor.metrics import MetricsLogger, SamplesWriter
 from hybrid.monitor.progress import Progress, print_table, sample_table
 
 CONFIG_FILE = "config.yaml"
-_MODEL_DIRS = ("actor", "reward")  # the second is step 2's
+_MODEL_DIRS = ("actor", "actor_ema", "reward")  # the last is step 2's
 RUNS_DIR = "runs"  # where runs without an output_dir go
 _TRACES = (CONFIG_FILE, "metrics.jsonl", "samples.jsonl", *_MODEL_DIRS)
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\.partial)?")
@@ -93,16 +93,22 @@ class RunRecorder:
         self._logger = MetricsLogger(output_dir, run.report_to, config, resume_step=resume_step)
         self._samples = SamplesWriter(output_dir, resume_step=resume_step)
         self._progress = Progress(total_steps, title, initial=resume_step)
-        self._rewards: list[float] = [kept["reward"] for kept in self._logger.kept if kept.get("reward") is not None]
+        self._rewards, self._evaluations = (
+            [float(kept[name]) for kept in self._logger.kept if kept.get(name) is not None]
+            for name in ("reward", "eval/reward")
+        )
 
     def record(self, step: int, metrics: Mapping[str, float], samples: Iterable[Mapping[str, Any]]) -> None:
-        """One step, counted from 1: its metrics, and its samples as mappings."""
-        self._progress.update(metrics)
+        """A step, counted from 1, or an evaluation before the first, 0: its metrics, and samples as mappings."""
+        if step:
+            self._progress.update(metrics)
         if "reward" in metrics:
             self._rewards.append(metrics["reward"])
-        if step % self.logging_steps == 0:
+        if "eval/reward" in metrics:
+            self._evaluations.append(metrics["eval/reward"])
+        if step % self.logging_steps == 0 or "timing_s/eval" in metrics:
             self._logger.log(step, metrics)
-            self._samples.write(step, samples)
+        self._samples.write(step, samples)
 
     def finish(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
         """Close the files, and print samples before and after and what became of the reward."""
@@ -112,6 +118,8 @@ class RunRecorder:
         if self._rewards:
             first, last = fmean(self._rewards[:quarter]), fmean(self._rewards[-quarter:])
             print(f"reward, first and last quarter of the steps: {first:.3f} -> {last:.3f}")
+        if self._evaluations:
+            print(f"reward on held-out prompts: {self._evaluations[0]:.3f} -> {self._evaluations[-1]:.3f}")
         print(f"model, metrics, samples and configuration: {self.output_dir}")
 
     def close(self) -> None:

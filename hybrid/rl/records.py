@@ -39,13 +39,16 @@ class Experience:
     """A trajectory with all that the losses need; R tokens, at least 1."""
 
     trajectory: Trajectory
-    old_logprobs: torch.Tensor  # (R,) fp32, the trainer's own, before the step's first update
+    # (R,) fp32, the trainer's own, before the step's first update; where that is the only one, NaN until its forward
+    # has filled them in (`ExperienceMaker.leaves_logprobs`)
+    old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor  # (R,) fp32, the frozen reference's; the old ones where there is no reference
     rewards: torch.Tensor  # (R,) fp32: on the last token the clipped reward; the KL penalty, if it goes there
     advantages: torch.Tensor  # (R,) fp32
     values: torch.Tensor | None  # (R,) fp32, the critic's of the state before each token; None without a critic
     returns: torch.Tensor | None  # (R,) fp32, what the values are fitted to
     weights: torch.Tensor | None  # (R,) fp32, for the generator's being another function than the trainer; None: all 1
+    in_loss: bool = True  # False: it counts in its group's baseline alone
 
 
 @dataclass(frozen=True, slots=True)

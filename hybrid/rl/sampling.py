@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybrid.inference.params import SamplingParams
 from hybrid.rl.records import Trajectory
-from hybrid.rl.rollout import RolloutCollector, ScoredSample
+from hybrid.rl.rollout import RolloutCollector, ScoredSample, share_out
 
 if TYPE_CHECKING:
     from hybrid.config import PPOConfig
@@ -32,6 +32,11 @@ class StepSamples:
             if sample.reward is not None and sample.num_completion_tokens
             if self.kept is None or sample.prompt_index in self.kept
         ]
+
+    def place_of(self, trajectory: Trajectory) -> tuple[int, int]:
+        """Prompt and sample of a trajectory as ``samples`` count them."""
+        index = trajectory.prompt_index
+        return (index if self.kept is None else self.kept[index]), trajectory.sample_index
 
 
 class StepSampler:
@@ -78,7 +83,8 @@ class StepSampler:
             for trajectory in trajectories
             if trajectory.prompt_index in places
         ]
-        return StepSamples(trajectories, samples, kept, num_drawn)
+        # Each round was shared out by itself, groups that are left out included.
+        return StepSamples(share_out(self.collector.mesh, trajectories), samples, kept, num_drawn)
 
     def _draw(self, count: int) -> list[Prompt]:
         places = range(self.position, self.position + count)

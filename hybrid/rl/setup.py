@@ -20,11 +20,12 @@ from hybrid.config import (
     OptimConfig,
     ParallelConfig,
     PPOConfig,
+    PPORunConfig,
     PPOSettings,
-    RunConfig,
     ZeroConfig,
 )
-from hybrid.data.prompts import Prompt, PromptDataset, load_prompts
+from hybrid.data.conversations import Example, ExampleDataset, read_examples
+from hybrid.data.prompts import Prompt, PromptDataset, Row, load_prompts, read_rows
 from hybrid.data.tasks import LargerNumberTask, larger_number
 from hybrid.engine import HybridEngine
 from hybrid.models.empty import skeleton
@@ -47,6 +48,7 @@ from hybrid.runs import check_resume, resumes_in_place, run_directory
 from hybrid.zero.model import ShardedModel
 
 _NUM_SHOWN = 6
+_DEMO_EVAL_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,17 @@ class PPOInputs:
     rewards: Sequence[ResolvedModel | Reward]  # at least one
     tokenizer: PreTrainedTokenizerBase  # the actor's
     prompts: PromptDataset
-    shown: Sequence[Prompt]  # for samples before and after: held out where the task has a test split
+    held_out: Sequence[Prompt]  # to evaluate; there may be none
+    ptx: ExampleDataset[Example] | None  # to go on learning from beside the reward
     checkpoint: Path | None  # to go on from
     total_steps: int
+
+    @property
+    def shown(self) -> Sequence[Prompt]:
+        """For the table of samples before and after: of what is held out, or else of all sources of prompts."""
+        if self.held_out:
+            return self.held_out[:_NUM_SHOWN]
+        return self.prompts.batch(0, min(_NUM_SHOWN, len(self.prompts)), seed=0)
 
     @property
     def reward(self) -> ResolvedModel | Reward:
@@ -90,12 +100,13 @@ def find_inputs(
     *,
     checkpoint: Path | None = None,
     reward: Reward | None = None,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: Sequence[Row] | None = None,
+    eval_rows: Sequence[Row] | None = None,
 ) -> PPOInputs:
     """Find what the settings name and check that it fits together, in order of cost.
 
-    ``checkpoint`` is what `runs.check_run` found. ``reward`` and ``rows`` (of prompts) are used as they are, in place
-    of what the settings name.
+    ``checkpoint`` is what `runs.check_run` found. ``reward``, ``rows`` (of prompts) and ``eval_rows`` are used as
+    they are, in place of what the settings name.
 
     Raises:
         ValueError: something is missing or does not fit; the message says what to set.
@@ -111,18 +122,19 @@ def find_inputs(
         require_vocabulary(role, model, actor, tokenizer)
     if settings.parallel.tp_size > 1:
         tensor_parallel_plan(skeleton(actor.config), settings.parallel.tp_size)
-    prompts, shown = _find_prompts(settings.data, settings.ppo, tokenizer, rows)
+    prompts, held_out = _find_prompts(settings.data, settings.ppo, tokenizer, rows, eval_rows)
+    ptx = _find_ptx(settings.data, settings.ppo, tokenizer)
     for found in rewards:
         if (check_columns := getattr(found, "check_columns", None)) is not None:
             check_columns(sorted(prompts.rows[0].columns))
-    longest = max(len(prompt.token_ids) for prompt in (*prompts.rows, *shown))
+    longest = max(len(prompt.token_ids) for prompt in (*prompts.rows, *held_out))
     _check_room(settings, {"actor": actor, **others}, longest)
     total_steps = settings.run.total_steps or -(-len(prompts) // settings.ppo.prompts_per_step)
     if checkpoint is not None:
         check_resume(checkpoint, total_steps, settings_to_compare(settings))
     if settings.run.overwrite_output_dir and not resumes_in_place(settings.run, checkpoint):
         _check_nothing_read_is_replaced(settings)
-    return PPOInputs(actor, critic, ref, rewards, tokenizer, prompts, shown, checkpoint, total_steps)
+    return PPOInputs(actor, critic, ref, rewards, tokenizer, prompts, held_out, ptx, checkpoint, total_steps)
 
 
 def settings_to_compare(settings: PPOSettings) -> dict[str, Any]:
@@ -188,6 +200,8 @@ def make_ppo_trainer(
     tp_size: int = 1,
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
     apply_chat_template: bool | None = None,
+    eval_prompts: str | Sequence[Any] | None = None,
+    ptx_data: str | None = None,
     **trainer_options: Any,
 ) -> PPOTrainer:
     """Load the models and make a trainer, on one process or on every rank of a launched world.
@@ -198,6 +212,8 @@ def make_ppo_trainer(
         reward: a function ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, a `Reward`,
             ``file.py:function``, a server's address, or a reward model's name; or several names, whose sum counts.
         prompts: a file or Hub dataset, or a list of prompts (text or messages) or of rows with a prompt column.
+        eval_prompts: the same, held out: `PPOTrainer.train` evaluates them.
+        ptx_data: a file or Hub dataset for ``ppo.ptx_coef``.
         trainer_options: ``logger``, ``timers``, ``callbacks`` of `PPOTrainer`.
 
     Raises:
@@ -206,24 +222,53 @@ def make_ppo_trainer(
     by_name = isinstance(reward, (str, tuple))
     settings = PPOSettings(
         ModelConfig(actor=str(actor), critic=critic, ref=ref, reward=reward if by_name else None, dtype=dtype),
-        DataConfig(prompts=prompts if isinstance(prompts, str) else None, apply_chat_template=apply_chat_template),
+        DataConfig(
+            prompts=prompts if isinstance(prompts, str) else None,
+            eval_prompts=eval_prompts if isinstance(eval_prompts, str) else None,
+            apply_chat_template=apply_chat_template,
+            ptx_data=ptx_data,
+        ),
         ppo or PPOConfig(),
         optim or OptimConfig(),
         CriticConfig(critic_learning_rate=critic_learning_rate),
         zero or ZeroConfig(),
         inference or InferenceConfig(),
         ParallelConfig(tp_size=tp_size),
-        RunConfig(),
+        PPORunConfig(),
     )
     mesh = init_parallel(tp_size)
     if not by_name and not hasattr(reward, "score"):
         reward = FunctionReward(cast("Callable[..., Any]", reward))
-    rows = None if isinstance(prompts, str) else [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
-    inputs = find_inputs(settings, mesh.world_size, reward=None if by_name else cast("Reward", reward), rows=rows)
-    parts = load_parts(inputs, settings, mesh)
-    return PPOTrainer(
-        parts.actor, parts.critic, parts.ref, parts.reward, inputs.prompts, settings.ppo, **trainer_options
+    inputs = find_inputs(
+        settings,
+        mesh.world_size,
+        reward=None if by_name else cast("Reward", reward),
+        rows=_rows(prompts),
+        eval_rows=_rows(eval_prompts),
     )
+    return make_trainer(load_parts(inputs, settings, mesh), inputs, settings, **trainer_options)
+
+
+def make_trainer(parts: PPOParts, inputs: PPOInputs, settings: PPOSettings, **trainer_options: Any) -> PPOTrainer:
+    """The trainer of what was found and loaded."""
+    return PPOTrainer(
+        parts.actor,
+        parts.critic,
+        parts.ref,
+        parts.reward,
+        inputs.prompts,
+        settings.ppo,
+        held_out=inputs.held_out,
+        ptx=inputs.ptx,
+        **trainer_options,
+    )
+
+
+def _rows(prompts: str | Sequence[Any] | None) -> list[Row] | None:
+    """Prompts in memory as rows; None for what has a name or is not there."""
+    if prompts is None or isinstance(prompts, str):
+        return None
+    return [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
 
 
 def _check_nothing_read_is_replaced(settings: PPOSettings) -> None:
@@ -262,18 +307,24 @@ def _check_room(settings: PPOSettings, models: Mapping[str, ResolvedModel], long
 
 
 def _find_rewards(settings: PPOSettings) -> list[ResolvedModel | Reward]:
+    workers = settings.model.reward_workers
+    if workers not in ("auto", 1) and not any(map(is_function_path, settings.model.rewards)):
+        warnings.warn(
+            f"reward_workers={workers} has no effect: there is no reward function; set --reward to file.py:function",
+            stacklevel=3,
+        )
     if not settings.model.rewards:
         if settings.data.prompts is not None:
             raise ValueError(
                 f"prompts {settings.data.prompts!r} need a reward; set --reward to file.py:function or a reward model"
             )
         return [FunctionReward(larger_number)]
-    return [_find_reward(name, settings.model.reward_timeout) for name in settings.model.rewards]
+    return [_find_reward(name, settings.model) for name in settings.model.rewards]
 
 
-def _find_reward(name: str, timeout: float) -> ResolvedModel | Reward:
+def _find_reward(name: str, model: ModelConfig) -> ResolvedModel | Reward:
     if is_function_path(name):
-        return load_reward(name, timeout=timeout)
+        return load_reward(name, timeout=model.reward_timeout, workers=model.reward_workers)
     reward = resolve_model(name)
     check_value_model(reward, new_head=False)
     return reward
@@ -312,31 +363,56 @@ def _find_prompts(
     data: DataConfig,
     ppo: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: Sequence[Row] | None,
+    eval_rows: Sequence[Row] | None,
 ) -> tuple[PromptDataset, Sequence[Prompt]]:
-    if data.prompts is not None or rows is not None:
-        how = {
-            "max_prompt_length": ppo.max_prompt_length,
-            "prompt_column": data.prompt_column,
-            "apply_chat_template": data.apply_chat_template,
-            "overlong": data.overlong_prompts,
-        }
-        if rows is not None:
-            prompts = PromptDataset.from_rows(rows, tokenizer, source="the prompts given", **how)
-        else:
-            where = {"config_name": data.prompts_config, "split": data.prompts_split}
-            prompts = load_prompts(data.sources, tokenizer, weights=data.prompt_weights, **where, **how)
-        return prompts, prompts.rows[:_NUM_SHOWN]
-    task = LargerNumberTask()
-    train, test = (
-        PromptDataset.from_rows(
-            rows,
-            tokenizer,
-            max_prompt_length=ppo.max_prompt_length,
-            source="the demo task",
-            apply_chat_template=bool(data.apply_chat_template),
-            overlong=data.overlong_prompts,
+    """What is sampled from, and what is held out of it or beside it."""
+    how: dict[str, Any] = {
+        "max_prompt_length": ppo.max_prompt_length,
+        "prompt_column": data.prompt_column,
+        "apply_chat_template": data.apply_chat_template,
+        "overlong": data.overlong_prompts,
+    }
+    if data.prompts is None and rows is None:
+        task, how = LargerNumberTask(), how | {"apply_chat_template": bool(data.apply_chat_template)}
+        parts = (task.rows("train"), task.rows("test", size=data.eval_size or _DEMO_EVAL_SIZE))
+        train, test = (PromptDataset.from_rows(part, tokenizer, source="the demo task", **how) for part in parts)
+        return train, test.rows
+    where = {"config_name": data.prompts_config}
+    if rows is not None:
+        prompts = PromptDataset.from_rows(rows, tokenizer, source="the prompts given", **how)
+    else:
+        where["split"] = data.prompts_split
+        prompts = load_prompts(data.sources, tokenizer, weights=data.prompt_weights, **where, **how)
+    if eval_rows is not None:
+        return prompts, PromptDataset.from_rows(eval_rows, tokenizer, source="the eval_prompts given", **how).rows
+    if data.eval_sources:
+        where["split"] = data.eval_split
+        return prompts, load_prompts(data.eval_sources, tokenizer, **where, **how).rows
+    if data.eval_size:
+        prompts, held_out = prompts.hold_out(data.eval_size, ppo.seed)
+        return prompts, held_out.rows
+    if ppo.eval_steps:
+        warnings.warn(
+            f"eval_steps={ppo.eval_steps} changes nothing: there is nothing to evaluate on; set --eval_prompts or "
+            "--eval_size",
+            stacklevel=3,
         )
-        for rows in (task.rows("train"), task.rows("test", size=_NUM_SHOWN))
+    return prompts, ()
+
+
+def _find_ptx(data: DataConfig, ppo: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ExampleDataset[Example] | None:
+    if (data.ptx_data is not None) != (ppo.ptx_coef > 0):
+        here, missing = ("ptx_coef", "ptx_data") if ppo.ptx_coef else ("ptx_data", "ptx_coef")
+        value = ppo.ptx_coef if ppo.ptx_coef else data.ptx_data
+        raise ValueError(f"{here}={value!r} does nothing without {missing}; set --{missing} too")
+    if data.ptx_data is None:
+        return None
+    return read_examples(
+        read_rows(data.ptx_data, split=data.ptx_split),
+        tokenizer,
+        max_length=ppo.max_prompt_length + ppo.max_completion_length,
+        loss_on="all",
+        overlong="truncate",
+        source=data.ptx_data,
     )
-    return train, test.rows

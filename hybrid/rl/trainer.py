@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-import torch
 
 from hybrid.checkpoint import load_checkpoint, save_checkpoint
 from hybrid.inference.params import SamplingParams
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
 from hybrid.rewards.function import FunctionReward
-from hybrid.rl.algorithms.ppo import value_loss
 from hybrid.rl.algorithms.registry import find_algorithm
-from hybrid.rl.experience import ExperienceMaker, agreed_micro_batches, concatenate, ragged_batch
+from hybrid.rl.experience import ExperienceMaker
 from hybrid.rl.kl import make_kl_controller
-from hybrid.rl.loss import Average, policy_loss
-from hybrid.rl.metrics import StepMetrics, sample_metrics
-from hybrid.rl.records import ClipRange, Experience, PolicyTokens
+from hybrid.rl.metrics import StepMetrics
+from hybrid.rl.ptx import PretrainingMix
+from hybrid.rl.records import Experience
+from hybrid.rl.reporting import (
+    StepWarnings,
+    batch_metrics,
+    evaluation_metrics,
+    flip_metrics,
+    speed_metrics,
+    utilisation,
+)
 from hybrid.rl.rollout import RolloutCollector, ScoredSample, request_seed
 from hybrid.rl.sampling import StepSampler, StepSamples
-from hybrid.zero.optimizer import StepReport
+from hybrid.rl.tokens import token_record
+from hybrid.rl.updates import ModelUpdates
+from hybrid.rl.work import FlopCount
 
 if TYPE_CHECKING:
     from hybrid.config import PPOConfig
+    from hybrid.data.conversations import Example, ExampleDataset
     from hybrid.data.prompts import Prompt, PromptDataset
     from hybrid.engine import HybridEngine
     from hybrid.monitor import MetricsLogger
@@ -35,7 +45,7 @@ if TYPE_CHECKING:
     from hybrid.zero.model import ShardedModel
 
 Callback = Callable[[int, dict[str, float]], None]
-"""Called on every rank after each step with the number of steps done and the step's metrics; may be collective."""
+"""Called on every rank with the number of steps done and metrics; may be collective."""
 
 
 class PPOTrainer:
@@ -56,12 +66,14 @@ class PPOTrainer:
         reward: scores completions: a `Reward`, or a function
             ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``.
         prompts: what is sampled from.
+        held_out: prompts that `train` evaluates; none: no evaluation.
+        ptx: what the actor goes on learning from beside the reward, with weight ``config.ptx_coef``.
         logger: gets each step's metrics, on the main rank.
         timers: measure the stages; callbacks may add to them (``trainer.timers("save")``), which the next step reports.
-        callbacks: called in order after each step of `train`.
+        callbacks: called in order after each step of `train`, and before the first if something is held out.
 
     Raises:
-        ValueError: the algorithm needs a critic and there is none, or the other way round.
+        ValueError: the algorithm needs a critic and there is none, or the other way round; so with ``ptx``.
     """
 
     def __init__(
@@ -73,6 +85,8 @@ class PPOTrainer:
         prompts: PromptDataset,
         config: PPOConfig,
         *,
+        held_out: Sequence[Prompt] = (),
+        ptx: ExampleDataset[Example] | None = None,
         logger: MetricsLogger | None = None,
         timers: Timers | None = None,
         callbacks: Sequence[Callback] = (),
@@ -81,20 +95,40 @@ class PPOTrainer:
         if self.algorithm.traits.has_critic != (critic is not None):
             needs = "needs a critic" if critic is None else "has no critic; pass None"
             raise ValueError(f"algorithm={config.algorithm!r} {needs}")
+        if (config.ptx_coef > 0) != (ptx is not None):
+            needs = "needs examples: pass ptx" if ptx is None else "has no use for them; leave ptx out"
+            raise ValueError(f"ptx_coef={config.ptx_coef:g} {needs}")
         self.actor, self.critic = actor, critic
-        self.prompts, self.config = prompts, config
+        self.prompts, self.held_out, self.config = prompts, held_out, config
         self.logger, self.callbacks = logger, callbacks
         self.mesh: ParallelMesh = actor.mesh
         self.timers = timers or Timers(self.mesh.synchronize)
         self.global_step = 0
-        self.last_samples: Sequence[ScoredSample] = ()  # all samples of the last step, for callbacks
-        self._said: set[str] = set()
+        # For callbacks: the last step's samples, this rank's experiences of them, and the last evaluation's samples.
+        self.last_batch: StepSamples | None = None
+        self.last_experiences: Sequence[Experience] = ()
+        self.last_evaluation: Sequence[ScoredSample] = ()
+        self.warnings = StepWarnings(self.mesh, config)
         self.kl_controller = make_kl_controller(config.kl_coef, config.kl_target, config.kl_horizon)
         if not hasattr(reward, "score"):
             reward = FunctionReward(cast("Callable[..., Any]", reward))
         self.collector = RolloutCollector(actor, cast("Reward", reward), timers=self.timers)
         self.sampler = StepSampler(self.collector, prompts, config)
-        self.maker = ExperienceMaker(actor, critic, ref, config, timers=self.timers)
+        self.work = FlopCount()
+        self.maker = ExperienceMaker(actor, critic, ref, config, timers=self.timers, work=self.work)
+        self.ptx = PretrainingMix(actor, ptx, config) if ptx is not None else None
+        self.updates = ModelUpdates(
+            actor,
+            critic,
+            config,
+            penalises=ref is not None,
+            fills_logprobs=self.maker.leaves_logprobs,
+            ptx=self.ptx,
+            timers=self.timers,
+            work=self.work,
+        )
+        if config.enable_ema:
+            actor.model.keep_average(config.ema_decay)
         if (config.top_k or config.top_p < 1) and self.mesh.is_main:
             warnings.warn(
                 f"top_k={config.top_k}, top_p={config.top_p} truncate what is sampled but not the loss's log-probs: "
@@ -105,17 +139,28 @@ class PPOTrainer:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def train(self, total_steps: int) -> None:
-        """Run until ``total_steps`` steps have been done, those before a resume included."""
+        """Run until ``total_steps`` steps have been done, those before a resume included.
+
+        What is held out is evaluated before the first step, every ``eval_steps`` and after the last.
+        """
         updates = total_steps * self.config.num_ppo_epochs * self.config.num_minibatches
         self.actor.set_schedule(updates)
         if self.critic is not None:
             self.critic.set_schedule(updates)
+        if self.held_out and self.global_step == 0:
+            self._report(self._evaluate_held_out())
         while self.global_step < total_steps:
             metrics = self.step()
-            if self.logger is not None and self.mesh.is_main:
-                self.logger.log(self.global_step, metrics)
-            for callback in self.callbacks:
-                callback(self.global_step, metrics)
+            is_due = self.config.eval_steps and self.global_step % self.config.eval_steps == 0
+            if self.held_out and (is_due or self.global_step == total_steps):
+                metrics |= self._evaluate_held_out()
+            self._report(metrics)
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        if self.logger is not None and self.mesh.is_main:
+            self.logger.log(self.global_step, metrics)
+        for callback in self.callbacks:
+            callback(self.global_step, metrics)
 
     def step(self) -> dict[str, float]:
         """Sample a batch, score it, and update the models on it. Returns the step's metrics."""
@@ -123,9 +168,10 @@ class PPOTrainer:
         with self.timers("step"):
             batch = self.sampler.sample(self.global_step)
             experiences = self.maker.make(batch.trajectories, self.kl_controller.coef, metrics)
-            self.learn(experiences, metrics)
+            self.learn([experience for experience in experiences if experience.in_loss], metrics)
+            self.maker.describe(experiences, metrics)
         self.global_step += 1
-        self.last_samples = batch.samples
+        self.last_batch, self.last_experiences = batch, experiences
         return self._summarise(metrics, batch, num_flips)
 
     def learn(self, experiences: Sequence[Experience], metrics: StepMetrics) -> None:
@@ -160,156 +206,89 @@ class PPOTrainer:
             ]
 
     def update(self, experiences: Sequence[Experience], metrics: StepMetrics) -> float:
-        """One optimizer step of each model on this rank's part of a minibatch; none if it is empty everywhere.
-
-        Returns:
-            How far the policy was, over the whole minibatch, from the one at the start of the step: k1 per token. 0
-            where no ``early_stop_kl`` asks for it.
-        """
-        trajectories = [experience.trajectory for experience in experiences]
-        counts = [sum(len(t.completion_ids) for t in trajectories), len(trajectories)]
-        num_tokens, num_sequences = map(int, self.mesh.reduce_scalars(counts))
-        if not num_tokens:
-            return 0.0
-        average = Average(self.config.aggregation, num_tokens, num_sequences, self.config.max_completion_length)
-        packed = agreed_micro_batches(self.mesh, trajectories, self.config.max_tokens_per_microbatch)
-        micro_batches = [[experiences[i] for i in indices] for indices in packed]
-        with self.timers("update_actor"):
-            kl = self._update_actor(micro_batches, average, metrics)
-        if self.critic is not None:
-            with self.timers("update_critic"):
-                self._update_critic(self.critic, micro_batches, num_tokens, metrics)
-        if self.config.early_stop_kl is None:
-            return 0.0
-        (kl,) = self.mesh.reduce_scalars([float(kl)])
-        return kl / num_tokens
-
-    def _update_actor(
-        self, micro_batches: list[list[Experience]], average: Average, metrics: StepMetrics
-    ) -> torch.Tensor:
-        """Returns this rank's sum of the tokens' k1 between the old policy and the present one."""
-        config, device = self.config, self.mesh.device
-        clip = ClipRange(low=config.cliprange_low or 0.0, high=config.cliprange_high or 0.0, dual=config.dual_clip)
-        penalises = config.kl_in == "loss" and self.maker.ref is not None
-        kl = torch.zeros((), device=device)
-        for members in micro_batches:
-            batch = ragged_batch([member.trajectory for member in members], device)
-            scores = self.actor.logprobs(batch, temperature=config.temperature)
-            weights = [member.weights for member in members if member.weights is not None]
-            tokens = PolicyTokens(
-                scores.logprobs,
-                concatenate([member.old_logprobs for member in members], device),
-                concatenate([member.advantages for member in members], device),
-                [len(member.trajectory.completion_ids) for member in members],
-            )
-            loss, sums = policy_loss(
-                tokens,
-                self.algorithm.objective(tokens, clip),
-                scores.entropy,
-                average,
-                weights=concatenate(weights, device) if config.rollout_correction != "none" else None,
-                ref_logprobs=concatenate([m.ref_logprobs for m in members], device) if penalises else None,
-                kl_estimator=config.kl_estimator,
-                kl_coef=self.kl_controller.coef,
-                entropy_coef=config.entropy_coef,
-            )
-            self.actor.backward(loss, reduction="sum")
-            kl += sums["ppo_kl"][0]
-            for name, (total, count) in sums.items():
-                metrics.add_mean(f"actor/{name}", total, count)
-        report = self.actor.step()
-        _add_report(metrics, "actor", report)
-        metrics.add_mean("actor/lr", report.lr)
-        return kl
-
-    def _update_critic(
-        self, critic: ShardedModel, micro_batches: list[list[Experience]], num_tokens: int, metrics: StepMetrics
-    ) -> None:
-        config, device = self.config, self.mesh.device
-        for members in micro_batches:
-            batch = ragged_batch([member.trajectory for member in members], device)
-            values = critic.values(batch)
-            loss, sums = value_loss(
-                values,
-                concatenate([member.values for member in members if member.values is not None], device),
-                concatenate([member.returns for member in members if member.returns is not None], device),
-                cliprange_value=config.cliprange_value,
-                vf_coef=config.vf_coef,
-                num_tokens=num_tokens,
-            )
-            critic.backward(loss, reduction="sum")
-            metrics.add_mean("critic/vpred_mean", values.detach().sum(), batch.num_targets)
-            for name, total in sums.items():
-                metrics.add_mean(f"critic/{name}", total, batch.num_targets)
-        _add_report(metrics, "critic", critic.step())
+        """One optimizer step of each model on this rank's part of a minibatch; see `ModelUpdates.update`."""
+        return self.updates.update(experiences, self.kl_controller.coef, metrics)
 
     # -- looking at it -------------------------------------------------------------------------------------------
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
-        """Greedy completions of some prompts and their rewards, in the prompts' order, the same on every rank.
+    def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[ScoredSample]:
+        """Completions of some prompts and their rewards, in the prompts' order, the same on every rank.
 
-        Two calls around `train` make the table of samples (``dataclasses.asdict`` of each).
+        Two calls around `train` make the table of samples (``dataclasses.asdict`` of each). The same seeds each time,
+        so that what differs is the policy.
+
+        Args:
+            params: how to sample (default: greedily).
         """
-        params = SamplingParams(temperature=0.0, max_tokens=self.config.max_completion_length)
+        params = params or SamplingParams(temperature=0.0, max_tokens=self.config.max_completion_length)
         # Timers of its own: the next step's report is about that step.
         collector = RolloutCollector(self.actor, self.collector.reward, timers=Timers())
-        return collector.collect(prompts, params, seed=self.config.seed, step=self.global_step).samples
+        return collector.collect(prompts, params, seed=self.config.seed, step=-1).samples
+
+    def _evaluate_held_out(self) -> dict[str, float]:
+        config = self.config
+        params = SamplingParams(
+            n=config.eval_num_generations,
+            temperature=config.eval_temperature,
+            max_tokens=config.max_completion_length,
+        )
+        started = time.perf_counter()
+        self.last_evaluation = self.evaluate(self.held_out, params)
+        return evaluation_metrics(self.last_evaluation) | {"timing_s/eval": time.perf_counter() - started}
+
+    @property
+    def last_samples(self) -> Sequence[ScoredSample]:
+        """All samples of the last step."""
+        return () if self.last_batch is None else self.last_batch.samples
+
+    def sample_records(self, num_with_tokens: int = 0) -> list[dict[str, Any]]:
+        """The last step's samples as JSON, the first of those trained on with what was made of each of their tokens.
+
+        Every rank calls this. ``tokens`` is a `token_record`, and None for the other samples.
+
+        Args:
+            num_with_tokens: how many have their tokens; -1: all.
+        """
+        batch = self.last_batch
+        if batch is None:
+            return []
+        chosen = {
+            (sample.prompt_index, sample.sample_index)
+            for sample in (batch.trained if num_with_tokens < 0 else batch.trained[:num_with_tokens])
+        }
+        mine = {
+            key: token_record(experience, self.actor.tokenizer, self.config.kl_estimator)
+            for experience in self.last_experiences
+            if (key := batch.place_of(experience.trajectory)) in chosen
+        }
+        parts = self.mesh.all_gather_object(mine) if chosen else []
+        records = {key: record for part in parts for key, record in part.items()}
+        return [
+            dataclasses.asdict(sample) | {"tokens": records.get((sample.prompt_index, sample.sample_index))}
+            for sample in batch.samples
+        ]
 
     def _summarise(self, metrics: StepMetrics, batch: StepSamples, num_flips: int) -> dict[str, float]:
         """Reduce the step's metrics over the ranks, add what is known of it as a whole, and adapt the KL penalty."""
-        samples, trained = batch.samples, batch.trained
-        reduced = metrics.reduce(self.mesh) | sample_metrics(samples)
+        reduced = metrics.reduce(self.mesh) | batch_metrics(batch, self.config)
+        # Where no log-probs were computed before the update, its look at the distributions is the first.
+        if "entropy" not in reduced and "actor/entropy" in reduced:
+            reduced["entropy"] = reduced["actor/entropy"]
         reduced["actor/kl_coef"] = self.kl_controller.coef
-        if batch.kept is not None:
-            reduced["rollout/resampled_groups"] = float(batch.num_drawn - self.config.prompts_per_step)
-            reduced["rollout/missing_groups"] = float(self.config.prompts_per_step - len(batch.kept))
+        trained = batch.trained
         if trained:
             tokens = sum(sample.num_completion_tokens for sample in trained)
             self.kl_controller.update(reduced["kl"] * tokens / len(trained), len(trained))
-        self._warn_of(batch, len(trained))
-        clipped = [s for s in trained if abs(s.reward or 0.0) > self.config.reward_clip]
-        reduced["completions/reward_clipped_ratio"] = len(clipped) / len(samples)
+        self.warnings.look_at(batch, self.global_step)
         seconds = self.timers.drain()
-        reduced |= {f"timing_s/{name}": value for name, value in seconds.items()}
-        generated = sum(sample.num_completion_tokens for sample in samples)
-        processed = generated + sum(sample.num_prompt_tokens for sample in samples)
-        reduced["perf/tokens_per_s"] = processed / max(seconds["step"], 1e-9)
-        reduced["perf/generated_tokens_per_s"] = generated / max(seconds["generate"], 1e-9)
+        reduced |= speed_metrics(batch.samples, seconds)
+        reduced["perf/mfu"] = utilisation(self.mesh, self.work.drain(), seconds, self.actor.dtype)
         reduced["perf/max_memory_gb"] = self.mesh.peak_memory() / 1e9
-        flips = self.actor.flips[num_flips:]
-        if flips:
-            reduced["flip/bytes_received"] = float(sum(flip.bytes_received for flip in flips))
-            reduced["flip/kv_blocks"] = float(max(flip.kv_blocks for flip in flips))
-            reduced["flip/peak_bytes"] = float(max(flip.peak_bytes for flip in flips))
+        reduced |= flip_metrics(self.actor.flips[num_flips:])
         reduced["training/global_step"] = float(self.global_step)
         reduced["training/epoch"] = self.sampler.position / len(self.prompts.rows)
         reduced["training/weights_version"] = float(self.actor.weights_version)
         return reduced
-
-    def _warn_of(self, batch: StepSamples, num_trained: int) -> None:
-        """Say, the first time it happens, that a step taught nothing or less than its rewards said."""
-        samples = batch.samples
-        if batch.kept is not None and len(batch.kept) < self.config.prompts_per_step:
-            self._say(
-                "no spread",
-                f"{batch.num_drawn} prompts of step {self.global_step} gave {len(batch.kept)} groups with spread in "
-                f"reward, of {self.config.prompts_per_step} wanted; raise --max_resamplings or --num_generations, or "
-                "take a reward with more values",
-            )
-        elif not num_trained:
-            self._say("masked", f"all {len(samples)} samples of step {self.global_step} are masked: no update was made")
-        largest = max((s.reward for s in samples if s.reward is not None), key=abs, default=0.0)
-        if abs(largest) > self.config.reward_clip:
-            self._say(
-                "clipped",
-                f"a reward of {largest:g} is beyond reward_clip={self.config.reward_clip:g}, so it is clipped; "
-                "scale the reward or raise --reward_clip",
-            )
-
-    def _say(self, what: str, message: str) -> None:
-        if self.mesh.is_main and what not in self._said:
-            self._said.add(what)
-            warnings.warn(message, stacklevel=4)
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -336,6 +315,7 @@ class PPOTrainer:
         return {
             "global_step": self.global_step,
             "prompts_drawn": self.sampler.position,
+            "ptx_batches_drawn": self.ptx.num_batches if self.ptx is not None else 0,
             "kl_controller": self.kl_controller.state_dict(),
         }
 
@@ -343,13 +323,6 @@ class PPOTrainer:
         self.global_step = state["global_step"]
         # Where nothing is resampled the place follows from the step.
         self.sampler.position = state.get("prompts_drawn", self.global_step * self.config.prompts_per_step)
+        if self.ptx is not None:
+            self.ptx.num_batches = state.get("ptx_batches_drawn", 0)
         self.kl_controller.load_state_dict(state["kl_controller"])
-
-
-def _add_report(metrics: StepMetrics, role: str, report: StepReport) -> None:
-    """What an optimizer step did; in fp16 it may have been skipped, and then had no norm."""
-    if not report.skipped:
-        metrics.add_mean(f"{role}/grad_norm", report.grad_norm)
-    if report.loss_scale != 1.0 or report.skipped:
-        metrics.add_mean(f"{role}/loss_scale", report.loss_scale)
-        metrics.add_mean(f"{role}/skipped_steps", float(report.skipped))

@@ -68,6 +68,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_steps(output_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's steps, without those of an evaluation before the first."""
+    return [line for line in read_lines(output_dir / "metrics.jsonl") if line["training/global_step"]]
+
+
 def test_help_answers_at_once() -> None:
     times = []
     for _ in range(3):
@@ -236,7 +241,7 @@ def check_run(output_dir: Path, steps: int) -> dict[str, Any]:
     assert tokenizer.chat_template
     ids = tokenizer("Which", return_tensors="pt")
     assert torch.isfinite(module(**ids).logits).all()
-    lines = read_lines(output_dir / "metrics.jsonl")
+    lines = read_steps(output_dir)
     assert [line["training/global_step"] for line in lines] == list(range(1, steps + 1))
     samples = read_lines(output_dir / "samples.jsonl")
     assert {"step", "prompt", "completion", "reward", "finish_reason"} <= set(samples[0])
@@ -247,9 +252,11 @@ def check_run(output_dir: Path, steps: int) -> dict[str, Any]:
 
 def test_the_demo_on_a_tiny_model(tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run("--actor", tiny_llama, "--max_prompt_length", 64, "--total_steps", 2, "--output_dir", out)
+    flags = ["--max_prompt_length", 64, "--eval_steps", 1, "--log_tokens", 3, "--enable_ema"]
+    result = run("--actor", tiny_llama, *flags, "--total_steps", 2, "--output_dir", out)
     assert result.returncode == 0, result.stderr
     assert "Samples before and after" in result.stdout
+    assert "reward on held-out prompts: " in result.stdout
     assert "reward=" in result.stderr
     last = check_run(out, 2)
     names = "reward reward_std rewards/larger_number/mean kl entropy completions/mean_length completions/clipped_ratio "
@@ -259,6 +266,19 @@ def test_the_demo_on_a_tiny_model(tiny_llama: Path, tmp_path: Path) -> None:
     names += "rollout/logprob_gap_mean rollout/ratio_max timing_s/step timing_s/generate timing_s/flip_to_generate "
     names += "flip/bytes_received flip/kv_blocks perf/tokens_per_s perf/max_memory_gb training/weights_version"
     assert not set(names.split()) - set(last)
+    before, *steps = read_lines(out / "metrics.jsonl")
+    assert before["training/global_step"] == 0 and all("eval/reward" in line for line in (before, *steps))
+    samples = read_lines(out / "samples.jsonl")
+    assert [sum(s["step"] == step and s.get("split") == "eval" for s in samples) for step in range(3)] == [64] * 3
+    with_tokens = [sample for sample in samples if sample.get("tokens")]
+    assert [sample["step"] for sample in with_tokens] == [1] * 3 + [2] * 3
+    for sample in with_tokens:
+        assert len(sample["tokens"]["advantage"]) == sample["num_completion_tokens"]
+        assert len(sample["tokens"]["text"]) == sample["num_completion_tokens"]
+    average = AutoModelForCausalLM.from_pretrained(out / "actor_ema")
+    trained = AutoModelForCausalLM.from_pretrained(out / "actor")
+    differ = [not torch.equal(a, b) for a, b in zip(average.parameters(), trained.parameters(), strict=True)]
+    assert any(differ)
     again = run("--config", out / "config.yaml")
     assert again.returncode == 2
     assert "holds a run already" in again.stderr
@@ -292,7 +312,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_llama: Path, tmp_path: P
     check_run(resumed, 4)
     assert [path.name for path in resumed.glob("checkpoint-*")] == ["checkpoint-4"]
     for name in ("reward", "kl", "actor/grad_norm", "actor/lr", "critic/vf_loss", "completions/mean_length"):
-        values = [[line[name] for line in read_lines(out / "metrics.jsonl")] for out in (whole, resumed)]
+        values = [[line[name] for line in read_steps(out)] for out in (whole, resumed)]
         assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-5), name
     result = run(*flags, "--total_steps", 4, "--output_dir", resumed, "--resume_from_checkpoint", resumed / "actor")
     assert result.returncode == 2 and "is no complete checkpoint" in result.stderr

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hybrid.rl.algorithms.ppo import surrogate_of
+from hybrid.rl.algorithms.ppo import bounded_ratio, surrogate_of
 from hybrid.rl.records import ClipRange, PolicyTokens, Surrogate
 
 
@@ -24,5 +24,5 @@ def sequence_surrogate(tokens: PolicyTokens, clip: ClipRange) -> Surrogate:
     fixed = log_ratio.detach()
     means = fixed.new_zeros(len(lengths)).index_add_(0, sequences, fixed) / lengths.clamp(min=1)
     # 1 in value: the log-prob less itself.
-    ratio = means[sequences].exp() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    ratio = bounded_ratio(means[sequences]) * (tokens.logprobs - tokens.logprobs.detach()).exp()
     return surrogate_of(ratio, tokens.advantages, clip)

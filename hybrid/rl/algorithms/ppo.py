@@ -12,6 +12,8 @@ import torch
 from hybrid.rl.advantages import gae
 from hybrid.rl.records import AdvantageInputs, Advantages, ClipRange, PolicyTokens, Surrogate
 
+_MAX_LOG_RATIO = 20.0
+
 
 def advantages(inputs: AdvantageInputs) -> Advantages:
     """Generalised advantage estimation, and the returns that the critic is fitted to."""
@@ -24,8 +26,12 @@ def clipped_surrogate(tokens: PolicyTokens, clip: ClipRange) -> Surrogate:
     With ``clip.dual`` no more than ``-dual * A`` where A is negative (Ye et al. 2019, equation 3,
     https://arxiv.org/abs/1912.09729, which sets it to 3).
     """
-    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
-    return surrogate_of(ratio, tokens.advantages, clip)
+    return surrogate_of(bounded_ratio(tokens.logprobs - tokens.old_logprobs), tokens.advantages, clip)
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``exp`` of log-ratios up to 20, far beyond any clip range: the gradient of an infinite ratio is not finite."""
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
 
 
 def surrogate_of(ratio: torch.Tensor, advantages: torch.Tensor, clip: ClipRange) -> Surrogate:

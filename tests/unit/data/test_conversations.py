@@ -33,6 +33,12 @@ TURNS = [
     {"role": "assistant", "content": "Ciao 🙂"},
 ]
 
+OPENING = "<|system|>Be brief<|end|><|user|>Hi<|end|><|assistant|>"
+
+
+def said_by(content: str, role: str = "assistant") -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
 
 def read(row: dict[str, Any], template: str | None = CHAT_TEMPLATE, **how: Any) -> tuple[Example, Any]:
     tokenizer = tiny_tokenizer(chat_template=template)
@@ -158,6 +164,37 @@ def test_messages_without_a_template_are_refused() -> None:
         read({"messages": TURNS}, None)
 
 
+@pytest.mark.parametrize("for_reward", [False, True])
+@pytest.mark.parametrize(
+    ("row", "whole"),
+    [
+        ({"prompt": "Why? ", "chosen": "So", "rejected": "Nö"}, "Why? {}<|end|>"),
+        ({"prompt": "Why? ", "chosen": "So<|end|>", "rejected": "Nö"}, "Why? {}<|end|>"),
+        ({"chosen": "So", "rejected": "Nö"}, "{}<|end|>"),  # the prompt is part of the text
+        ({"prompt": TURNS[:2], "chosen": "So", "rejected": "Nö"}, f"{OPENING}{{}}<|end|>"),
+        ({"prompt": TURNS[:2], "chosen": said_by("So"), "rejected": said_by("Nö")}, f"{OPENING}{{}}<|end|>"),
+        (  # whole conversations, with their prompt besides or without
+            {"prompt": "Hi", "chosen": TURNS[:2] + said_by("So"), "rejected": TURNS[:2] + said_by("Nö")},
+            f"{OPENING}{{}}<|end|>",
+        ),
+        ({"chosen": TURNS[:2] + said_by("So"), "rejected": TURNS[:2] + said_by("Nö")}, f"{OPENING}{{}}<|end|>"),
+    ],
+)
+def test_pairs_are_found_in_text_and_in_messages(row: dict[str, Any], whole: str, for_reward: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    how = {"max_length": 200, "for_reward": for_reward, "apply_chat_template": False}
+    (pair,) = read_pairs([{**row, "margin": None, "other": 1}], tokenizer, **how).rows
+    for example, answer in ((pair.chosen, "So"), (pair.rejected, "Nö")):
+        assert tokenizer.decode(example.token_ids) == whole.format(answer)
+        learnt = said(example, tokenizer)
+        if for_reward:
+            assert learnt == "<|end|>" and example.scored[-1]
+        elif whole.startswith("{}"):
+            assert learnt == f"{answer[1:]}<|end|>"  # the first token is predicted by nothing
+        else:
+            assert learnt == f"{answer}<|end|>"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -192,10 +229,16 @@ def test_every_epoch_is_all_of_them_in_another_order_and_the_last_batch_is_what_
     assert flat[:7] != flat[7:]
 
 
+def test_fewer_examples_than_a_batch_fill_it_or_end_it() -> None:
+    assert sorted(ExampleDataset([0, 1]).batch(0, 5, seed=1)[:4]) == [0, 0, 1, 1]
+    assert sorted(ExampleDataset([0, 1]).batch(0, 5, seed=1, end=2)) == [0, 1]
+    assert ExampleDataset([7]).batch(3, 2, seed=1) == [7, 7]
+
+
 def test_what_is_held_out_is_not_trained_on() -> None:
     train, held_out = ExampleDataset(list(range(10))).hold_out(3, seed=0)
     assert sorted([*train.rows, *held_out.rows]) == list(range(10)) and len(held_out) == 3
-    with pytest.raises(ValueError, match="eval_size=10 of 10 examples leaves none"):
+    with pytest.raises(ValueError, match="eval_size=10 of 10 rows leaves none"):
         ExampleDataset(list(range(10))).hold_out(10, seed=0)
 
 

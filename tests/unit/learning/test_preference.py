@@ -13,7 +13,13 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from hybrid.config import LearnConfig, OptimConfig, ZeroConfig
 from hybrid.data.conversations import Example, ExampleDataset, Pair
 from hybrid.learning import DPOObjective, LearningTrainer, RewardObjective
-from hybrid.learning.preference import describe_preferences, preference_sums, with_reference
+from hybrid.learning.preference import (
+    describe_preferences,
+    dpo_loss,
+    pairwise_loss,
+    preference_sums,
+    with_reference,
+)
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.parallel import init_parallel
 from hybrid.zero.model import ShardedModel
@@ -22,8 +28,8 @@ from tests.tiny import tiny_config
 LIKED, DISLIKED = 40, 41
 
 
-def make_module(kind: Any, attention: str = ATTENTION_NAME, **settings: Any) -> Any:
-    torch.manual_seed(0)
+def make_module(kind: Any, attention: str = ATTENTION_NAME, seed: int = 0, **settings: Any) -> Any:
+    torch.manual_seed(seed)
     made = kind(tiny_config(**settings))
     made.set_attn_implementation(attention)
     return made
@@ -56,6 +62,30 @@ def logprob(module: Any, example: Example) -> float:
         logits = module(input_ids=torch.tensor([example.token_ids])).logits[0].log_softmax(-1)
     marked = [index for index, scored in enumerate(example.scored) if scored]
     return sum(logits[index - 1, example.token_ids[index]].item() for index in marked)
+
+
+def test_losses_of_pairs_are_the_likelihood_of_the_label() -> None:
+    """Bradley-Terry: that the chosen answer wins is a Bernoulli variable; its log-likelihood is torch's."""
+    torch.manual_seed(0)
+    chosen, rejected, margins = (torch.randn(200, dtype=torch.float64).requires_grad_() for _ in range(3))
+    wins = torch.distributions.Bernoulli(logits=chosen - rejected - margins)
+    oracles = {
+        "pairwise": (pairwise_loss(chosen, rejected, margins), -wins.log_prob(torch.ones(200, dtype=torch.float64))),
+        "dpo": (
+            dpo_loss(chosen - rejected - margins, label_smoothing=0.2),
+            -0.8 * wins.log_prob(torch.ones(200, dtype=torch.float64))
+            - 0.2 * wins.log_prob(torch.zeros(200, dtype=torch.float64)),
+        ),
+    }
+    for actual, expected in oracles.values():
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
+        gradients = [
+            torch.autograd.grad(loss.sum(), (chosen, rejected, margins), retain_graph=True)
+            for loss in (actual, expected)
+        ]
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
+    far = torch.tensor([1e3, -1e3], dtype=torch.float64)
+    torch.testing.assert_close(dpo_loss(far), torch.tensor([0.0, 1e3], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
@@ -136,16 +166,19 @@ def learn(objective: Any, train: Any, held_out: Any, steps: int, max_tokens: int
     return seen
 
 
-def test_a_reward_model_separates_what_is_liked_from_what_is_not() -> None:
-    model = make_model(LlamaForSequenceClassification, num_labels=1)
-    seen = learn(RewardObjective(model), pairs(200), pairs(100, seed=1), 40)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_reward_model_separates_what_is_liked_from_what_is_not(seed: int) -> None:
+    model = make_model(LlamaForSequenceClassification, num_labels=1, seed=seed)
+    seen = learn(RewardObjective(model), pairs(200, seed=seed), pairs(100, seed=seed + 10), 40)
     assert seen[40]["eval/accuracy"] > 0.95
     assert seen[40]["eval/brier"] < 0.1 < seen[0]["eval/brier"]
 
 
-def test_dpo_starts_at_the_reference_and_moves_to_the_chosen() -> None:
-    model = make_model(LlamaForCausalLM, learning_rate=1e-3)
-    train, held_out = (with_reference(pairs(number, seed), model, 500) for number, seed in ((100, 0), (50, 1)))
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_dpo_starts_at_the_reference_and_moves_to_the_chosen(seed: int) -> None:
+    model = make_model(LlamaForCausalLM, learning_rate=1e-3, seed=seed)
+    data = (pairs(100, seed), pairs(50, seed + 10))
+    train, held_out = (with_reference(each, model, 500) for each in data)
     seen = learn(DPOObjective(model), train, held_out, 20)
     assert seen[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert seen[0]["eval/margin"] == pytest.approx(0, abs=1e-5)

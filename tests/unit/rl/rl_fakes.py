@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hybrid.config import InferenceConfig
 from hybrid.models.ragged import RaggedBatch
 from hybrid.zero.optimizer import StepReport
 from ops.logprob import linear_logprob_entropy
@@ -50,6 +51,9 @@ class ThreadMesh:
         self.world.barrier.wait()
         return values
 
+    def exchange_objects(self, outgoing) -> list[Any]:
+        return [each for lists in self.all_gather_object(outgoing) for each in lists[self.rank]]
+
     def reduce_scalars(self, values, op: str = "sum", axis: str = "world") -> list[float]:
         columns = zip(*self.all_gather_object([float(v) for v in values], axis), strict=True)
         return [{"sum": sum, "max": max, "min": min}[op](column) for column in columns]
@@ -59,6 +63,9 @@ class ThreadMesh:
 
     def peak_memory(self) -> int:
         return 10**9
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        return 1e12
 
     def synchronize(self) -> None:
         pass
@@ -93,6 +100,7 @@ class FakeModel:
     valued: bool = False
     seed: int = 0
     calls: list[tuple[str, int]] = field(default_factory=list)  # (method, tokens scored)
+    forward_cost = SimpleNamespace(flops=lambda lengths, num_scored: 10 * sum(lengths) + num_scored)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -101,6 +109,9 @@ class FakeModel:
         self.weights_version = 0
         self.gradient: torch.Tensor | None = None
         self.total_steps: int | None = None
+
+    def resident(self) -> nullcontext:
+        return nullcontext()
 
     def logprobs(self, batch: RaggedBatch, *, temperature: float = 1.0) -> SimpleNamespace:
         self.calls.append(("logprobs", batch.num_targets))
@@ -137,6 +148,13 @@ class FakeActor(FakeModel):
     """A `HybridEngine`: samples are a pure function of weights, prompt, request seed and sample index."""
 
     mode = "train"
+    inference = InferenceConfig()
+    tokenizer = None
+    dtype = torch.float64
+
+    @property
+    def model(self) -> FakeActor:
+        return self
 
     def __post_init__(self) -> None:
         super().__post_init__()

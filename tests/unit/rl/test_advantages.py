@@ -32,8 +32,8 @@ def test_gae_matches_the_recursion(gamma, lam):
     advantages, returns = gae(rewards, values, gamma=gamma, lam=lam)
     for reward, value, advantage, ret in zip(rewards, values, advantages, returns, strict=True):
         expected_advantage, expected_return = _gae_of_one(reward, value, gamma, lam)
-        torch.testing.assert_close(advantage, torch.tensor(expected_advantage))
-        torch.testing.assert_close(ret, torch.tensor(expected_return))
+        torch.testing.assert_close(advantage, torch.tensor(expected_advantage), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ret, torch.tensor(expected_return), rtol=1e-6, atol=1e-6)
 
 
 def test_gae_with_lambda_1_is_the_reward_to_go_less_the_value():

@@ -6,6 +6,8 @@ import pytest
 from rl_fakes import FakeActor, FakePrompts, FakeReward, run_world
 
 from hybrid.config import PPOConfig
+from hybrid.data.prompts import Prompt, PromptDataset
+from hybrid.rl.metrics import StepMetrics
 from hybrid.rl.rollout import ScoredSample
 from hybrid.rl.sampling import groups_with_spread
 from hybrid.rl.trainer import PPOTrainer
@@ -99,3 +101,23 @@ def test_masked_samples_are_no_spread():
 
     rewards = [(0, 1.0), (0, None), (1, 1.0), (1, 1.0), (2, None), (3, 0.0), (3, 1.0), (3, None)]
     assert groups_with_spread([sample(*pair) for pair in rewards]) == [3]
+
+
+def test_fewer_prompts_than_a_step_has_are_drawn_again_each_time_as_a_group_of_its_own():
+    config = _config(algorithm="dr_grpo", prompts_per_step=5, num_generations=4)
+    rows = [Prompt([3], "a", {"index": 1}), Prompt([3], "a", {"index": 1})]  # of the same text, at that
+
+    def main(mesh):
+        trainer = PPOTrainer(
+            FakeActor(mesh, seed=1), None, None, FakeReward(_odd_prompts_teach), PromptDataset(rows), config
+        )
+        batch = trainer.sampler.sample(0)
+        return batch, trainer.maker.make(batch.trajectories, 0.0, StepMetrics())
+
+    ((batch, experiences),) = run_world(1, 1, main)
+    groups = {index: [s for s in batch.samples if s.prompt_index == index] for index in range(5)}
+    assert [len(group) for group in groups.values()] == [4] * 5
+    assert len({tuple(sample.completion for sample in group) for group in groups.values()}) == 5  # seeds of their own
+    for index in groups:
+        mine = [float(e.advantages[0]) for e in experiences if e.trajectory.prompt_index == index]
+        assert sum(mine) == pytest.approx(0, abs=1e-5) and any(mine)

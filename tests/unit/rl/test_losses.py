@@ -89,33 +89,56 @@ def test_loss_gradient_and_metrics_do_not_depend_on_split_or_order(name, aggrega
         assert other_sums == pytest.approx(sums, rel=1e-6)
 
 
+def _gains(name, new, old, advantages):
+    """What is maximised at each token of one sequence, by the papers' formulas, at clip range 0.2 and 0.3."""
+    ratios = [(a - b).exp() for a, b in zip(new, old, strict=True)]
+    if name == "gspo":  # Zheng et al. 2025, section 4.3: the sequence's ratio, with the token's own gradient
+        mean = math.exp(sum(float(a.detach() - b) for a, b in zip(new, old, strict=True)) / len(new))
+        ratios = [mean * a.exp() / float(a.detach().exp()) for a in new]
+    gains = []
+    for logprob, ratio, advantage in zip(new, ratios, advantages, strict=True):
+        bounded = min(max(float(ratio.detach()), 0.8), 1.3)
+        if name == "rloo":  # Ahmadian et al. 2024, equation 6
+            gains.append(advantage * logprob)
+        elif name == "cispo":  # MiniMax-M1, equation 4
+            gains.append(bounded * advantage * logprob)
+        else:  # Schulman et al. 2017, equation 7
+            is_clipped = bounded * advantage < float(ratio.detach()) * advantage
+            gains.append(torch.tensor(bounded * advantage, dtype=torch.float64) if is_clipped else ratio * advantage)
+    return gains
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_loss_token_by_token(aggregation, estimator):
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_loss_and_gradient_token_by_token(name, aggregation, estimator):
     data = _data(1)
-    loss, _, sums = _run(
-        data, [0, 1, 2, 3, 4], [], "grpo", aggregation, kl_estimator=estimator, kl_coef=0.05, entropy_coef=0.01
+    loss, gradient, sums = _run(
+        data, [0, 1, 2, 3, 4], [], name, aggregation, kl_estimator=estimator, kl_coef=0.05, entropy_coef=0.01
     )
+    leaf = data["logprobs"].clone().requires_grad_()
     columns = {key: [part.tolist() for part in value.split(LENGTHS)] for key, value in data.items()}
-    means = {"loss": 0.0, "pg_loss": 0.0, "kl_loss": 0.0}
-    for i, length in enumerate(LENGTHS):
-        per_token = {
+    expected, means = torch.zeros((), dtype=torch.float64), {"pg_loss": 0.0, "kl_loss": 0.0, "ppo_kl": 0.0}
+    for i, (length, sequence) in enumerate(zip(LENGTHS, leaf.split(LENGTHS), strict=True)):
+        share = {
             "token_mean": 1 / sum(LENGTHS),
             "sequence_mean": 1 / (len(LENGTHS) * length),
             "sum_over_constant": 1 / (len(LENGTHS) * LONGEST),
         }[aggregation]
+        new = [sequence[t] for t in range(length)]
+        gains = _gains(name, new, columns["old"][i], columns["advantages"][i])
         for t in range(length):
-            row = {key: value[i][t] for key, value in columns.items()}
-            ratio = math.exp(row["logprobs"] - row["old"])
-            gain = min(ratio * row["advantages"], min(max(ratio, 0.8), 1.3) * row["advantages"])
-            apart = row["logprobs"] - row["ref"]
-            kl = {"k1": apart, "k2": apart**2 / 2, "k3": math.exp(-apart) - 1 + apart}[estimator]
-            means["pg_loss"] -= per_token * row["weights"] * gain
-            means["kl_loss"] += per_token * kl
-            means["loss"] -= per_token * (row["weights"] * gain - 0.05 * kl + 0.01 * row["entropy"])
-    assert loss == pytest.approx(means["loss"], abs=1e-6)
-    assert sums["pg_loss"] == pytest.approx(means["pg_loss"], abs=1e-6)
-    assert sums["kl_loss"] == pytest.approx(means["kl_loss"], abs=1e-6)
+            apart = new[t] - columns["ref"][i][t]
+            kl = {"k1": apart, "k2": apart**2 / 2, "k3": (-apart).exp() - 1 + apart}[estimator]
+            weighted = columns["weights"][i][t] * gains[t]
+            expected = expected - share * (weighted - 0.05 * kl + 0.01 * columns["entropy"][i][t])
+            means["pg_loss"] -= share * float(weighted.detach())
+            means["kl_loss"] += share * float(kl.detach())
+            means["ppo_kl"] += (columns["old"][i][t] - float(new[t].detach())) / sum(LENGTHS)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-9)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-6, atol=1e-9)
+    assert {key: sums[key] for key in means} == pytest.approx(means, rel=1e-6, abs=1e-9)
 
 
 def test_the_gradient_of_k2_is_that_of_the_kl_and_k1s_is_nothing():

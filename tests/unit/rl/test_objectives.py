@@ -8,6 +8,7 @@ import statistics
 import pytest
 import torch
 
+from hybrid.algorithms import ALGORITHMS
 from hybrid.rl.algorithms.dapo import overlong_punishment
 from hybrid.rl.algorithms.ppo import value_loss
 from hybrid.rl.algorithms.registry import find_algorithm
@@ -152,13 +153,19 @@ def test_value_loss():
     values = _random(count, 4).requires_grad_()
     old, returns = _random(count, 5), _random(count, 6)
     loss, sums = value_loss(values, old, returns, cliprange_value=0.2, vf_coef=0.5, num_tokens=400)
-    total, clipped_tokens = 0.0, 0
-    for value, before, ret in zip(values.tolist(), old.tolist(), returns.tolist(), strict=True):
-        plain, clipped = (value - ret) ** 2, (min(max(value, before - 0.2), before + 0.2) - ret) ** 2
-        total += 0.5 * max(plain, clipped)
+    loss.backward()
+    leaf = values.detach().clone().requires_grad_()
+    total, clipped_tokens = torch.zeros((), dtype=torch.float64), 0
+    for value, before, ret in zip(leaf, old.tolist(), returns.tolist(), strict=True):
+        bounded = min(max(float(value.detach()), before - 0.2), before + 0.2)
+        plain, clipped = (value - ret) ** 2, (bounded - ret) ** 2  # the clipped one is a constant where it is larger
         clipped_tokens += clipped > plain
-    assert float(loss.detach()) == pytest.approx(0.5 * total / 400)
-    assert float(sums["vf_loss"]) == pytest.approx(total) and int(sums["vf_clipfrac"]) == clipped_tokens > 0
+        total = total + 0.5 * (clipped if clipped > plain else plain)
+    (0.5 * total / 400).backward()
+    assert float(loss.detach()) == pytest.approx(0.5 * float(total.detach()) / 400, rel=1e-6)
+    torch.testing.assert_close(values.grad, leaf.grad, rtol=1e-6, atol=1e-9)
+    assert float(sums["vf_loss"]) == pytest.approx(float(total.detach()), rel=1e-6)
+    assert int(sums["vf_clipfrac"]) == clipped_tokens > 0
 
 
 # -- advantages --------------------------------------------------------------------------------------------------
@@ -205,7 +212,7 @@ def test_advantages(name):
     assert made.returns is None
     for actual, wanted in zip(made.advantages, expected, strict=True):
         assert actual.dtype == torch.float32
-        assert actual.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert actual.tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
 def test_a_critics_advantages_come_with_returns():
@@ -217,8 +224,8 @@ def test_a_critics_advantages_come_with_returns():
         last, v = 0.0, [*values.tolist(), 0.0]
         for t in reversed(range(len(rewards))):
             last = float(rewards[t]) + 0.9 * v[t + 1] - v[t] + 0.9 * 0.8 * last
-            assert float(advantages[t]) == pytest.approx(last, rel=1e-5, abs=1e-6)
-            assert float(returns[t]) == pytest.approx(last + v[t], rel=1e-5, abs=1e-6)
+            assert float(advantages[t]) == pytest.approx(last, rel=1e-6, abs=1e-6)
+            assert float(returns[t]) == pytest.approx(last + v[t], rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
@@ -275,3 +282,15 @@ def test_rollout_weights_of_equal_functions_are_1_and_far_ones_finite():
         assert weights is not None and weights.tolist() == [1.0] * 5
         far = rollout_weights(logprobs, logprobs - 1e4, kind, 2.0)
         assert far is not None and far.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_beyond_what_a_float_holds_leaves_gradients_finite(name: str, advantage: float) -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = PolicyTokens(logprobs, torch.tensor([-300.0, -2.0]), torch.tensor([advantage, 1.0]), [2])
+    surrogate = find_algorithm(name).objective(tokens, ClipRange(low=0.2, high=0.2))
+    surrogate.loss.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+    if advantage > 0 and ALGORITHMS[name].objective == "clipped":
+        assert logprobs.grad[0] == 0  # the clip range decides
