@@ -55,7 +55,7 @@ lint: $(STAMP) ## check style (ruff) and types (pyright)
 
 test: lint ## lint, then run every test (PYTEST_ARGS="-k scheduler" chooses)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	@PYTHON=$(BIN)/python scripts/run_tests.sh $(PYTEST_ARGS)
 
 format: $(STAMP) ## let ruff fix what it can
 	@$(BIN)/ruff check --fix .

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from ops.logprob import _chunks, _wide
+from ops.logprob import WEIGHT_ROWS_CPU, _chunks, _wide
 
 # Logits alive at once where the caller does not say. On a CPU 64 MiB in fp32 already give the products enough rows; on
 # a GPU every chunk passes over the weight and its fp32 gradient once more, which takes a thousand rows to pay for.
 _CHUNK_ELEMENTS_CPU = 2**24
 _CHUNK_ELEMENTS_GPU = 2**27
-# Rows of the weight whose gradient is rounded to bf16 before it is added: few enough to stay in a CPU's cache.
-_WEIGHT_ROWS_CPU = 1024
 _STRETCH = 2**20  # elements of a gradient that are scaled at once
 
 
@@ -73,7 +71,7 @@ class _Gradients:
         if self.weight is not None and self.weight.dtype == hidden.dtype:
             self.weight.addmm_(grad.t(), hidden)
         elif self.weight is not None:
-            step = _WEIGHT_ROWS_CPU if hidden.device.type == "cpu" else len(self.weight)
+            step = WEIGHT_ROWS_CPU if hidden.device.type == "cpu" else len(self.weight)
             for part in _chunks(len(self.weight), step):
                 self.weight[part] += grad[:, part].t() @ hidden
         if self.bias is not None:

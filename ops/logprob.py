@@ -14,11 +14,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from ops import logprob_cpu
 from ops.sampling_cdf import block_sums, row_maxima, target_logprobs
 
 # Logits alive at once where the caller does not say: 128 MiB in fp32, which still gives the matmul hundreds of rows.
 _CHUNK_ELEMENTS = 2**25
-
+# Rows of the weight whose gradient is rounded to bf16 before it is added: few enough to stay in a CPU's cache.
+WEIGHT_ROWS_CPU = 1024
 
 # A product with fewer rows adds up in another order (on a CPU, in fp32), and a token's log-prob would depend on how
 # many are scored with it.
@@ -33,11 +35,20 @@ class _Logits:
     softcap: float | None
     scale: float
 
-    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """(C, H), (V, H), (V,) -> (C, V) in fp32: the product in the dtype of ``hidden``, everything after it wide."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product is the logits."""
+        return self.scale == 1 and self.softcap is None
+
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """(C, H), (V, H), (V,) -> (C, V) in the dtype of ``hidden``."""
         num_rows = hidden.shape[0]
         hidden = pad(hidden, (0, 0, 0, max(0, _FEWEST_ROWS - num_rows)))
-        logits = torch.nn.functional.linear(hidden, weight, bias)[:num_rows].to(_wide(hidden.dtype))
+        return torch.nn.functional.linear(hidden, weight, bias)[:num_rows]
+
+    def __call__(self, product: torch.Tensor) -> torch.Tensor:
+        """(C, V) -> the logits in fp32, maybe in the product's memory."""
+        logits = product.to(_wide(product.dtype))
         if self.scale != 1:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -61,10 +72,12 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         log_normaliser = torch.empty_like(logprobs)
         cast_weight = weight.to(hidden.dtype)
         for rows in _chunks(hidden.shape[0], chunk_rows):
-            logits = to_logits(hidden[rows], cast_weight, bias)
-            logprobs[rows], entropy[rows], log_normaliser[rows] = _statistics(
-                logits, targets[rows], to_logits.temperature
-            )
+            product = to_logits.product(hidden[rows], cast_weight, bias)
+            if to_logits.is_plain and logprob_cpu.takes(product):
+                found = logprob_cpu.statistics(product, targets[rows], to_logits.temperature)
+            else:
+                found = _statistics(to_logits(product), targets[rows], to_logits.temperature)
+            logprobs[rows], entropy[rows], log_normaliser[rows] = found
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_normaliser)
         ctx.to_logits, ctx.chunk_rows = to_logits, chunk_rows
         ctx.set_materialize_grads(False)
@@ -83,22 +96,24 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if need_bias else None
         cast_weight = weight.to(hidden.dtype)
         for rows in _chunks(hidden.shape[0], ctx.chunk_rows):
-            logits = ctx.to_logits(hidden[rows], cast_weight, bias)
-            slope = ctx.to_logits.slope(logits)
-            grad = _logits_gradient(
-                logits.div_(ctx.to_logits.temperature).sub_(log_normaliser[rows, None]),
+            product = ctx.to_logits.product(hidden[rows], cast_weight, bias)
+            grad = _product_gradient(
+                product,
+                ctx.to_logits,
                 targets[rows],
+                log_normaliser[rows],
                 entropy[rows],
                 None if grad_logprobs is None else grad_logprobs[rows],
                 None if grad_entropy is None else grad_entropy[rows],
             )
-            grad = grad.mul_(slope).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, cast_weight, out=grad_hidden[rows])
             if grad_weight is not None and grad_weight.dtype == hidden.dtype:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             elif grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+                step = WEIGHT_ROWS_CPU if hidden.device.type == "cpu" else len(weight)
+                for part in _chunks(len(weight), step):
+                    grad_weight[part] += grad[:, part].t() @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         return (
@@ -137,7 +152,7 @@ def linear_logprob_entropy(
         bias: (V,) the LM head's bias.
         softcap: Gemma 2's ``final_logit_softcapping``.
         logit_scale: what a family multiplies its logits by.
-        chunk_rows: rows whose logits are alive at once; by default as many as fit 2**25 logits.
+        chunk_rows: rows whose logits are alive at once; by default equal chunks of at most 2**25 logits.
 
     Returns:
         ``logprobs`` (R,) and ``entropy`` (R,) in nats, fp32.
@@ -156,7 +171,8 @@ def linear_logprob_entropy(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None for no cap")
     if chunk_rows is None:
-        chunk_rows = max(1, _CHUNK_ELEMENTS // vocab_size)
+        num_chunks = -(-num_rows // max(1, _CHUNK_ELEMENTS // vocab_size))
+        chunk_rows = -(-num_rows // max(1, num_chunks)) or 1
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
     to_logits = _Logits(temperature, softcap, logit_scale)
@@ -210,6 +226,26 @@ def _statistics(
         logprobs = (chosen - maxima) / temperature - log_total
     entropy = log_total - exps.mul_(logits).sum(-1) / total
     return logprobs, entropy, maxima / temperature + log_total
+
+
+def _product_gradient(
+    product: torch.Tensor,  # (C, V), overwritten
+    to_logits: _Logits,
+    targets: torch.Tensor,  # (C,)
+    log_normaliser: torch.Tensor,  # (C,)
+    entropy: torch.Tensor,  # (C,)
+    grad_logprobs: torch.Tensor | None,  # (C,)
+    grad_entropy: torch.Tensor | None,  # (C,)
+) -> torch.Tensor:
+    """(C, V) gradient by the head's product, in its dtype."""
+    temperature = to_logits.temperature
+    if to_logits.is_plain and logprob_cpu.takes(product):
+        grads = (log_normaliser, entropy, grad_logprobs, grad_entropy)
+        return logprob_cpu.logit_gradients(product, targets, *grads, temperature, 1 / temperature)
+    logits = to_logits(product)
+    slope = to_logits.slope(logits)
+    logprobs = logits.div_(temperature).sub_(log_normaliser[:, None])
+    return _logits_gradient(logprobs, targets, entropy, grad_logprobs, grad_entropy).mul_(slope).to(product.dtype)
 
 
 def _logits_gradient(

@@ -43,7 +43,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave as `run_main` does: after all is done and said, torch's own teardown crashes now and then."""
     status = config.stash.get(_exit_status, None)
-    if status is not None and not hasattr(config, "workerinput"):  # a worker of xdist has one to send yet
+    if status is not None:
         atexit._run_exitfuncs()  # temporary directories and processes of the tests
         sys.stdout.flush()
         sys.stderr.flush()
