@@ -31,6 +31,7 @@ from hybrid.models.plans import ModelPlan, tensor_parallel_plan
 from hybrid.models.prepacked import PackedLinears
 from hybrid.zero.partition import find_layers, frozen_settings, plan_groups
 from hybrid.zero.rehearsal import GroupSizes, PeakBytes, rehearse_training
+from ops import cpu
 from ops.logprob import _CHUNK_ELEMENTS
 
 NOT_COUNTED = (
@@ -174,7 +175,7 @@ def memory_plan(
         zero = frozen_settings(zero)
     plan = tensor_parallel_plan(module, tp_size)
     groups = plan_groups(module, plan, zero, world_size=world_size, tp_size=tp_size)
-    head = _head_bytes(module, max_tokens_per_microbatch)
+    head = _head_bytes(module, max_tokens_per_microbatch, on_cpu=device_memory is None)
     packs = device_memory is None and PackedLinears.wanted(inference, groups[0].dtype, torch.device("cpu"))
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     peaks: dict[tuple[GroupSizes, ...], PeakBytes] = {}
@@ -227,15 +228,20 @@ def _find_config(model: PreTrainedConfig | str | Path) -> PreTrainedConfig:
         raise ValueError(f"{file} is no configuration of a model: {str(error).splitlines()[0]}") from error
 
 
-def _head_bytes(module: PreTrainedModel, max_tokens: int) -> int:
+def _head_bytes(module: PreTrainedModel, max_tokens: int, *, on_cpu: bool) -> int:
     """What `ops.logprob` works with: a chunk of logits and one of their probabilities, in fp32; in a backward also the
-    chunk's gradient in the compute dtype, and the weight's gradient, summed in fp32 and then cast."""
-    weight = output_head(module).weight
+    chunk's gradient in the compute dtype, and the weight's gradient, summed in fp32 and then cast. Kernels on a CPU
+    work in the memory of plain logits."""
+    head = output_head(module)
+    weight = head.weight
     logits = min(max_tokens, max(1, _CHUNK_ELEMENTS // len(weight))) * len(weight)
-    if not weight.requires_grad:
-        return 2 * logits * _FP32
     narrow = weight.itemsize if weight.dtype != torch.float32 else 0
-    return logits * (2 * _FP32 + narrow) + weight.numel() * (_FP32 + narrow)
+    in_place = on_cpu and head.scale == 1 and head.softcap is None and cpu.library() is not None
+    if in_place:
+        size = logits * weight.itemsize
+    else:
+        size = logits * (2 * _FP32 + (narrow if weight.requires_grad else 0))
+    return size + (weight.numel() * (_FP32 + narrow) if weight.requires_grad else 0)
 
 
 # -- what is held ------------------------------------------------------------------------------------------------

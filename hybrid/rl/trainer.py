@@ -193,7 +193,7 @@ class PPOTrainer:
         on its place in the batch and not on its rank.
         """
         config = self.config
-        order = list(range(config.prompts_per_step * config.num_generations))
+        order = list(range(config.samples_per_step))
         random.Random(request_seed(config.seed, self.global_step, epoch)).shuffle(order)
         place = {sample: i for i, sample in enumerate(order)}
         for number in range(config.num_minibatches):
