@@ -108,7 +108,7 @@ class RunRecorder:
             self._evaluations.append(metrics["eval/reward"])
         if step % self.logging_steps == 0 or "timing_s/eval" in metrics:
             self._logger.log(step, metrics)
-        self._samples.write(step, samples)
+            self._samples.write(step, samples)
 
     def finish(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
         """Close the files, and print samples before and after and what became of the reward."""

@@ -409,7 +409,7 @@ def test_a_reward_that_raises_is_one_sentence_after_its_authors_frames(tiny_llam
     error = bad_reward_run(tiny_llama, tmp_path, "raises")
     assert "raise KeyError" in error.partition("error: ")[0]
     sentence = error.partition("error: ")[2]
-    assert sentence.startswith("reward function raises raised KeyError: 'no judge', on sample 1 (prompt 'ababab'")
+    assert sentence.startswith("reward function raises raised KeyError: 'no judge', on sample 0 (prompt 'ababab'")
     assert sentence.count("\n") == 1  # nor is the bar drawn again
 
 
