@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import get_type_hints
 
 from hybrid.arguments import input_errors, parse_arguments, plain_warnings, quieten
-from hybrid.config import PreferenceSettings
 from hybrid.deepspeed import DeepSpeedArguments, learning_presets
+from hybrid.learning_config import PreferenceSettings
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,9 +15,10 @@ from hybrid.monitor import MetricsLogger, Progress, make_output_dir
 from hybrid.runs import resumes_in_place
 
 if TYPE_CHECKING:
-    from hybrid.config import PreferenceSettings, RunConfig, SFTSettings
+    from hybrid.config import RunConfig
     from hybrid.learning.setup import LearningInputs
     from hybrid.learning.trainer import LearningTrainer
+    from hybrid.learning_config import PreferenceSettings, SFTSettings
 
 T = TypeVar("T")
 

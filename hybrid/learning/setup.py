@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid.config import ExamplesConfig, LearnConfig, PreferenceSettings, SFTSettings
 from hybrid.data.conversations import Example, ExampleDataset, Pair, read_examples, read_pairs
 from hybrid.data.prompts import Row, read_rows
 from hybrid.data.tasks import LargerNumberTask
 from hybrid.learning.preference import DPOObjective, RewardObjective, with_reference
 from hybrid.learning.sft import SFTObjective
+from hybrid.learning_config import ExamplesConfig, LearnConfig, PreferenceSettings, SFTSettings
 from hybrid.models.loading import (
     ResolvedModel,
     check_value_model,

@@ -14,9 +14,9 @@ from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
 
 if TYPE_CHECKING:
-    from hybrid.config import LearnConfig
     from hybrid.data.conversations import ExampleDataset
     from hybrid.learning.objective import Objective
+    from hybrid.learning_config import LearnConfig
 
 T = TypeVar("T")
 

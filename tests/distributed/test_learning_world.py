@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from hybrid.config import LearnConfig, OptimConfig, ZeroConfig
+from hybrid.config import OptimConfig, ZeroConfig
 from hybrid.data.conversations import Example, ExampleDataset, Pair
 from hybrid.learning import DPOObjective, LearningTrainer, RewardObjective, SFTObjective
 from hybrid.learning.preference import with_reference
+from hybrid.learning_config import LearnConfig
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.parallel import init_parallel
 from hybrid.zero.model import ShardedModel

@@ -13,8 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from hybrid.arguments import parse_arguments
-from hybrid.config import PreferenceSettings
 from hybrid.deepspeed import DeepSpeedArguments, learning_presets
+from hybrid.learning_config import PreferenceSettings
 from hybrid.models.loading import check_value_model, resolve_model
 from tests.recipes.recipe_runs import ENVIRONMENT, ROOT, TORCHRUN, read_lines, run, write_rows
 from tests.recipes.warm_python import WarmPython

@@ -19,6 +19,7 @@ ROWS = (
     {"hybrid.fields"},
     {"hybrid.algorithms"},
     {"hybrid.config", "hybrid.arguments"},
+    {"hybrid.learning_config"},
     {"hybrid.deepspeed"},
     {"hybrid.layout"},
     {"hybrid.peak"},
@@ -40,8 +41,8 @@ ROWS = (
 )
 RANK = {part: number for number, row in enumerate(ROWS) for part in row}
 TORCHLESS = (
-    *("hybrid.fields", "hybrid.algorithms", "hybrid.config", "hybrid.arguments", "hybrid.deepspeed"),
-    "hybrid.layout",
+    *("hybrid.fields", "hybrid.algorithms", "hybrid.config", "hybrid.arguments", "hybrid.learning_config"),
+    *("hybrid.deepspeed", "hybrid.layout"),
 )
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hybrid.config import LearnConfig, OptimConfig, ZeroConfig
+from hybrid.config import OptimConfig, ZeroConfig
 from hybrid.data.conversations import Example, ExampleDataset
 from hybrid.learning import LearningTrainer, SFTObjective
+from hybrid.learning_config import LearnConfig
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.parallel import init_parallel
 from hybrid.zero.model import ShardedModel
