@@ -53,15 +53,17 @@ ALWAYS_ON = {
 
 # Known elsewhere, not here: flag -> what to do instead. A value in OFF is what happens anyway, so it is accepted.
 _LATER = "is not available yet; leave it out"
+_NO_MICRO_BATCH = (
+    "does not exist: set --max_tokens_per_microbatch for memory, and for optimizer steps --num_minibatches (step 3) or "
+    "--examples_per_step (steps 1 and 2)"
+)
 UNAVAILABLE = {
     "offload": _LATER,
     "offload_dir": _LATER,
     "offload_reference_model": _LATER,
     "per_device_generation_batch_size": "is counted per device; set --prompts_per_step, which counts all devices",
-    "per_device_training_batch_size": "does not exist: set --num_minibatches for optimizer steps, "
-    "--max_tokens_per_microbatch for memory",
-    "per_device_train_batch_size": "does not exist: set --num_minibatches for optimizer steps, "
-    "--max_tokens_per_microbatch for memory",
+    "per_device_training_batch_size": _NO_MICRO_BATCH,
+    "per_device_train_batch_size": _NO_MICRO_BATCH,
     "gradient_accumulation_steps": "is worked out from --max_tokens_per_microbatch; set that",
 }
 OFF = {"none", "false", "0", "0.0", "no"}

@@ -118,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def questions(options: argparse.Namespace) -> list[str]:
-    """Sums of three to eight numbers as plain text: 20 to 40 tokens where a digit is one."""
+    """Sums of three to eight numbers as plain text, of about 20 to 40 tokens."""
     draw = random.Random(options.seed)
     counts = [draw.randint(3, 8) for _ in range(options.num_prompts)]
     sums = [" + ".join(str(draw.randint(10, 99)) for _ in range(count)) for count in counts]

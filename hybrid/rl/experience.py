@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 
 
 class ExperienceMaker:
-    """Looks at trajectories with the models of a step, before the step's first update."""
+    """Looks at trajectories with the models of a step, before the step's first update.
+
+    Attributes:
+        leaves_logprobs: the actor's log-probs are left to the forward of the step's only update, and its experiences
+            have NaN until then.
+        reuses_logprobs: generation's log-probs serve, as long as they are the trainer's bits.
+    """
 
     def __init__(
         self,
@@ -38,14 +44,13 @@ class ExperienceMaker:
         config: PPOConfig,
         *,
         timers: Timers,
-        work: FlopCount | None = None,
+        work: FlopCount,
     ) -> None:
         self.actor, self.critic, self.ref = actor, critic, ref
-        self.work = work or FlopCount()
         self.config = config
         self.algorithm = find_algorithm(config.algorithm)
         self.mesh: ParallelMesh = actor.mesh
-        self.timers = timers
+        self.timers, self.work = timers, work
         # With one update a step it starts from the old policy itself, and its forward says what the log-probs were;
         # unless something asks for them before, or for those of samples that are not in the loss.
         asked_before = config.rollout_correction != "none" or (ref is not None and config.kl_in == "reward")

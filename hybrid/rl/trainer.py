@@ -128,7 +128,7 @@ class PPOTrainer:
             work=self.work,
         )
         if config.enable_ema:
-            actor.model.keep_average(config.ema_decay)
+            actor.keep_average(config.ema_decay)
         if (config.top_k or config.top_p < 1) and self.mesh.is_main:
             warnings.warn(
                 f"top_k={config.top_k}, top_p={config.top_p} truncate what is sampled but not the loss's log-probs: "
