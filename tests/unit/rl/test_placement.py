@@ -16,6 +16,7 @@ from hybrid.parallel import init_parallel
 from hybrid.rl.experience import ExperienceMaker
 from hybrid.rl.metrics import StepMetrics
 from hybrid.rl.records import Trajectory
+from hybrid.rl.work import FlopCount
 from hybrid.zero.model import ShardedModel
 from tests.tiny import tiny_config, tiny_tokenizer
 
@@ -80,7 +81,8 @@ def test_log_probs_kl_values_and_rewards_are_those_of_their_tokens(budget: int) 
         Trajectory(i, 0, prompt, ids, torch.zeros(len(ids)), "stop" if ids[-1] == EOS else "length", 0, reward)
         for i, (prompt, ids, reward) in enumerate(SAMPLES)
     ]
-    experiences = ExperienceMaker(actor, critic, ref, config, timers=Timers()).make(trajectories, COEF, StepMetrics())
+    maker = ExperienceMaker(actor, critic, ref, config, timers=Timers(), work=FlopCount())
+    experiences = maker.make(trajectories, COEF, StepMetrics())
     policy, reference = (_module(LlamaForCausalLM, seed, "eager") for seed in (0, 2))
     judge = _module(LlamaForSequenceClassification, 1, "eager", num_labels=1)
     assert [e.trajectory.prompt_index for e in experiences] == list(range(len(SAMPLES)))
