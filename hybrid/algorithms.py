@@ -174,6 +174,9 @@ class PPOConfig:
     max_tokens_per_microbatch: int = setting(
         2048, "tokens per forward and backward pass on a rank; results do not depend on it"
     )
+    share_prompts: bool = setting(
+        True, "compute a prompt once for all its samples in a micro-batch; results do not depend on it"
+    )
     seed: int = setting(0, "seeds the order of the prompts and every sample")
     eval_steps: int = setting(
         0, "evaluate held-out prompts every this many steps too; 0: before the first and after the last alone"

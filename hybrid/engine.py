@@ -486,11 +486,19 @@ class HybridEngine:
             raise ModeError(f"{call}() works on shards: leave generate_mode() or call engine.train_mode() first")
 
     def logprobs(self, batch: RaggedBatch | Sequence[Completion], *, temperature: float = 1.0) -> TokenScores:
-        """Log-probabilities and entropies (R,) of a batch's scored tokens, or of completions' tokens, end to end."""
+        """Log-probabilities and entropies (R,) of a batch's scored tokens, or of completions' tokens, end to end.
+
+        Completions of one prompt share it: it is computed once.
+        """
         self._require_train("logprobs")
         if not isinstance(batch, RaggedBatch):
+            own = [len(completion.token_ids) for completion in batch]
+            can_share = self.model.can_share_prefixes and all(own)
             batch = RaggedBatch.from_sequences(
-                [[*c.prompt_token_ids, *c.token_ids] for c in batch], [len(c.token_ids) for c in batch], self.device
+                [[*completion.prompt_token_ids, *completion.token_ids] for completion in batch],
+                own,
+                self.device,
+                num_shared=[len(completion.prompt_token_ids) for completion in batch] if can_share else None,
             )
         with exact_forward(self.inference.exact):
             return self.model.logprobs(batch, temperature=temperature)

@@ -19,6 +19,7 @@ import torch
 from ops import attention_cpu
 from ops.attention_torch import paged_attention_torch, varlen_attention_torch
 from ops.paged import PagedBatch
+from ops.prefixes import Prefixes
 
 BACKENDS = ("flash", "triton", "cpu", "reference")
 # flash-attn's paged kernel reads blocks of a multiple of this many tokens.
@@ -84,6 +85,7 @@ def varlen_attention(
     max_seqlen: int,
     *,
     scale: float,
+    prefixes: Prefixes | None = None,
     window: int | None = None,
     softcap: float | None = None,
     exact: bool = False,
@@ -97,6 +99,7 @@ def varlen_attention(
         cu_seqlens: (S + 1,) int32, where each sequence starts; the last entry is N.
         max_seqlen: length of the longest sequence.
         scale: factor on the scores.
+        prefixes: whose tokens a sequence sees before its own; None: nobody's.
         window: keys a query sees, itself included; None for all.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         exact: have the bits that ``paged_attention`` gives each token on a CPU. Its compiled kernels are needed.
@@ -104,22 +107,26 @@ def varlen_attention(
     Returns:
         (N, q_heads, head_dim)
     """
+    options = {"scale": scale, "window": window, "softcap": softcap}
     if exact:
-        return attention_cpu.varlen_attention_cpu(
-            query, key, value, cu_seqlens, scale=scale, window=window, softcap=softcap
-        )
+        return attention_cpu.varlen_attention_cpu(query, key, value, cu_seqlens, prefixes, **options)
     if not _flash_takes(query):
-        return varlen_attention_torch(query, key, value, cu_seqlens, scale=scale, window=window, softcap=softcap)
+        return varlen_attention_torch(query, key, value, cu_seqlens, prefixes, **options)
     from flash_attn import flash_attn_varlen_func
 
+    cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+    if prefixes is not None:
+        # Causal is aligned at the end there: the last query of a sequence sees the last of its keys.
+        key, value = key[prefixes.key_rows], value[prefixes.key_rows]
+        cu_seqlens_k, max_seqlen_k = prefixes.cu_seqlens_k, prefixes.max_seqlen_k
     return flash_attn_varlen_func(
         query,
         key,
         value,
         cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
         softmax_scale=scale,
         causal=True,
         window_size=_flash_window(window),

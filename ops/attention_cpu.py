@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from ops import cpu
 from ops.attention_torch import varlen_attention_torch
 from ops.paged import PagedBatch
+from ops.prefixes import Prefixes
 
 TILE = 64  # keys the kernel takes at a time
 LANES = 16  # keys of a block lie this many to a vector
@@ -100,21 +101,23 @@ def varlen_attention_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    prefixes: Prefixes | None = None,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """See ``ops.attention.varlen_attention``: the bits of ``paged_attention_cpu``; the gradient is the reference's."""
-    return _VarlenAttention.apply(query, key, value, cu_seqlens, scale, window, softcap)
+    return _VarlenAttention.apply(query, key, value, cu_seqlens, prefixes, scale, window, softcap)
 
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query, key, value, cu_seqlens, scale, window, softcap):
+    def forward(ctx: Any, query, key, value, cu_seqlens, prefixes, scale, window, softcap):
         ctx.save_for_backward(query, key, value, cu_seqlens)
         ctx.options = {"scale": scale, "window": window, "softcap": softcap}
-        key_cache, value_cache, batch = _as_cache(key, value, cu_seqlens)
+        ctx.prefixes = prefixes
+        key_cache, value_cache, batch = _as_cache(key, value, cu_seqlens, prefixes)
         return paged_attention_cpu(query, key_cache, value_cache, batch, **ctx.options)
 
     @staticmethod
@@ -122,19 +125,22 @@ class _VarlenAttention(torch.autograd.Function):
         *tensors, cu_seqlens = ctx.saved_tensors
         query, key, value = (tensor.detach().requires_grad_() for tensor in tensors)
         with torch.enable_grad():
-            output = varlen_attention_torch(query, key, value, cu_seqlens, **ctx.options)
-        return (*torch.autograd.grad(output, (query, key, value), grads), None, None, None, None)
+            output = varlen_attention_torch(query, key, value, cu_seqlens, ctx.prefixes, **ctx.options)
+        return (*torch.autograd.grad(output, (query, key, value), grads), None, None, None, None, None)
 
 
 def _as_cache(
-    key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+    key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, prefixes: Prefixes | None
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
     """Sequences laid end to end as blocks of a tile each: copies, since the kernel reads whole tiles."""
-    lengths = cu_seqlens.diff().long()
+    query_lens, cu_seqlens_k = cu_seqlens.diff().long(), cu_seqlens
+    if prefixes is not None:
+        key, value, cu_seqlens_k = key[prefixes.key_rows], value[prefixes.key_rows], prefixes.cu_seqlens_k
+    lengths = cu_seqlens_k.diff().long()
     blocks = (lengths + TILE - 1) // TILE
     first = pad(blocks.cumsum(0), (1, 0))
-    # Where each token goes: its sequence's first block, and its place in the sequence from there.
-    places = torch.arange(key.shape[0]) + torch.repeat_interleave(first[:-1] * TILE - cu_seqlens[:-1], lengths)
+    # Where each key goes: its sequence's first block, and its place in the sequence from there.
+    places = torch.arange(key.shape[0]) + torch.repeat_interleave(first[:-1] * TILE - cu_seqlens_k[:-1], lengths)
     num_blocks = int(first[-1])
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +149,7 @@ def _as_cache(
 
     tables = torch.minimum(first[:-1, None] + torch.arange(int(blocks.max())), first[1:, None] - 1)
     batch = PagedBatch.build(
-        lengths.numpy(),
+        query_lens.numpy(),
         lengths.numpy(),
         tables.numpy(),
         block_size=TILE,

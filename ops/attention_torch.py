@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.paged import PagedBatch, PagedGroup
+from ops.prefixes import Prefixes
 
 
 def varlen_attention_torch(
@@ -15,30 +16,40 @@ def varlen_attention_torch(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    prefixes: Prefixes | None = None,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """See ``ops.attention.varlen_attention``. Runs of neighbours of one length are attended in one call."""
+    """See ``ops.attention.varlen_attention``. Neighbours of one length, and of one prefix, are attended in one call."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != query.shape[0]:
         raise ValueError(
             f"cu_seqlens spans tokens {bounds[0]} to {bounds[-1]} and there are {query.shape[0]}; "
             "it must start at 0 and end at the number of tokens"
         )
-    lengths = [stop - start for start, stop in pairwise(bounds)]
+    prefix_of = [-1] * (len(bounds) - 1) if prefixes is None else prefixes.indices.tolist()
+    kinds = [(stop - start, prefix) for (start, stop), prefix in zip(pairwise(bounds), prefix_of, strict=True)]
     outputs, index = [], 0
-    while index < len(lengths):
-        length, stop = lengths[index], index + 1
-        while stop < len(lengths) and lengths[stop] == length:
+    while index < len(kinds):
+        (length, prefix), stop = kinds[index], index + 1
+        while stop < len(kinds) and kinds[stop] == kinds[index]:
             stop += 1
         rows = slice(bounds[index], bounds[stop])
         # (run, length, heads, head_dim) -> (run, heads, length, head_dim), views
         run_q, run_k, run_v = (
             tensor[rows].unflatten(0, (stop - index, length)).transpose(1, 2) for tensor in (query, key, value)
         )
-        output = _causal_attention(run_q, run_k, run_v, scale, window, softcap)
+        if prefix == -1:
+            output = _causal_attention(run_q, run_k, run_v, scale, window, softcap)
+        else:
+            before = slice(bounds[prefix], bounds[prefix + 1])
+            run_k, run_v = (
+                torch.cat((tensor[before].transpose(0, 1).expand(len(run), -1, -1, -1), run), dim=2)
+                for tensor, run in ((key, run_k), (value, run_v))
+            )
+            output = _continued_attention(run_q, run_k, run_v, scale, window, softcap)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
         index = stop
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -124,10 +135,23 @@ def _causal_attention(
     if softcap is None and (window is None or length <= window):
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_()
+    return _continued_attention(query, key, value, scale, window, softcap)
+
+
+def _continued_attention(
+    query: torch.Tensor,  # (batch, q_heads, queries, head_dim)
+    key: torch.Tensor,  # (batch, kv_heads, keys, head_dim), the last of which are the queries' own
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    first = num_keys - num_queries  # the first query's own key
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril_(first)
     if window is not None:
-        visible.triu_(1 - window)
-    mask = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~visible, float("-inf"))
+        visible.triu_(first + 1 - window)
+    mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, float("-inf"))
     return _masked_attention(query, key, value, mask, scale, softcap)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -33,6 +33,33 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return sorted(oversize + [[rest[i] for i in members] for members in bins if members])
 
 
+def pack_groups(
+    lengths: Sequence[int], num_shared: Sequence[int], groups: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """`pack` for sequences of which those of a group begin alike, with tokens that a micro-batch computes once.
+
+    A group stays together where it fits the budget; otherwise it is split, and its common tokens are computed again.
+
+    Args:
+        num_shared: how many of each sequence's tokens are its group's, the same in all of a group.
+        groups: the group that each is of.
+
+    Returns:
+        As `pack` does.
+    """
+    members_of: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members_of.setdefault(group, []).append(index)
+    pieces: list[list[int]] = []
+    for members in members_of.values():
+        own = [lengths[i] - num_shared[i] for i in members]
+        room = max(1, max_tokens - num_shared[members[0]])
+        parts = [range(len(members))] if sum(own) <= room else pack(own, room)
+        pieces += [[members[i] for i in part] for part in parts]
+    costs = [num_shared[piece[0]] + sum(lengths[i] - num_shared[i] for i in piece) for piece in pieces]
+    return sorted(sorted(i for number in numbers for i in pieces[number]) for numbers in pack(costs, max_tokens))
+
+
 def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Distribute sequences over ``num_bins`` bins of about equal token counts; bins may stay empty.
 
@@ -50,34 +77,68 @@ def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def rebalance(lengths: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
+def rebalance(
+    lengths: Sequence[int],
+    owners: Sequence[int],
+    num_ranks: int,
+    *,
+    num_shared: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
+) -> list[int]:
     """Even out the ranks' token counts by moving few sequences.
 
     As long as it helps, the rank with the most tokens hands one sequence to the rank with the fewest: the one that
-    leaves the two of them most alike. No rank then has more than the average and the longest sequence together, nor
-    more than the longest rank had before.
+    leaves the longer of the two shortest. No rank then has more than the longest rank had before; nor, where nothing is
+    shared, more than the average and the longest sequence together.
 
     Args:
         owners: the rank in [0, num_ranks) that each sequence is with.
+        num_shared, groups: as in `pack_groups`: a rank has a group's common tokens once. Default: nothing is shared.
 
     Returns:
         The rank that each sequence is to be with.
     """
+    num_shared, groups = num_shared or [0] * len(lengths), groups or range(len(lengths))
     planned = list(owners)
-    held: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # (tokens, sequence), ascending
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        held[owners[index]].append((lengths[index], index))
-    loads = sorted((sum(length for length, _ in members), rank) for rank, members in enumerate(held))
+    ranks = [_Load() for _ in range(num_ranks)]
+    for index in range(len(lengths)):
+        ranks[owners[index]].add(index, lengths[index], num_shared[index], groups[index])
     while True:
-        (fewest, receiver), (most, giver) = loads[0], loads[-1]
-        gap, members = most - fewest, held[giver]
-        middle = bisect_left(members, (gap / 2,))
-        nearest = min(members[max(0, middle - 1) : middle + 1], key=lambda each: abs(2 * each[0] - gap), default=None)
-        if nearest is None or abs(2 * nearest[0] - gap) >= gap:  # any move would leave the two as far apart, or farther
+        fewest, most = (choose(range(num_ranks), key=lambda rank: (ranks[rank].tokens, rank)) for choose in (min, max))
+        giver, receiver = ranks[most], ranks[fewest]
+        best, longer = None, giver.tokens
+        for index in giver.members:
+            move = lengths[index], num_shared[index], groups[index]
+            after = max(giver.without(*move), receiver.with_one(*move))
+            if after < longer:
+                best, longer = index, after
+        if best is None:
             return planned
-        members.remove(nearest)
-        insort(held[receiver], nearest)
-        planned[nearest[1]] = receiver
-        loads = loads[1:-1]
-        insort(loads, (fewest + nearest[0], receiver))
-        insort(loads, (most - nearest[0], giver))
+        giver.remove(best, lengths[best], num_shared[best], groups[best])
+        receiver.add(best, lengths[best], num_shared[best], groups[best])
+        planned[best] = fewest
+
+
+class _Load:
+    """The sequences that a rank has, and what they come to."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.members: dict[int, None] = {}  # a set that keeps its order
+        self._sizes: Counter[int] = Counter()  # of its groups
+
+    def with_one(self, length: int, num_shared: int, group: int) -> int:
+        return self.tokens + length - (num_shared if self._sizes[group] else 0)
+
+    def without(self, length: int, num_shared: int, group: int) -> int:
+        return self.tokens - length + (num_shared if self._sizes[group] > 1 else 0)
+
+    def add(self, index: int, length: int, num_shared: int, group: int) -> None:
+        self.tokens = self.with_one(length, num_shared, group)
+        self.members[index] = None
+        self._sizes[group] += 1
+
+    def remove(self, index: int, length: int, num_shared: int, group: int) -> None:
+        self.tokens = self.without(length, num_shared, group)
+        del self.members[index]
+        self._sizes[group] -= 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -45,12 +43,13 @@ class Objective(Protocol[T_contra]):
         ...
 
 
-def ragged_batch(examples: Sequence[Example], device: torch.device) -> RaggedBatch:
-    """Examples end to end, each token scored that is marked so."""
-    batch = RaggedBatch.from_sequences([e.token_ids for e in examples], [0] * len(examples), device)
-    marks = itertools.chain.from_iterable(example.scored for example in examples)
-    targets = [index for index, scored in enumerate(marks) if scored]
-    return dataclasses.replace(batch, targets=torch.tensor(targets, dtype=torch.int64, device=device))
+def ragged_batch(
+    examples: Sequence[Example], device: torch.device, num_shared: Sequence[int] | None = None
+) -> RaggedBatch:
+    """Examples end to end, each token scored that is marked so; ``num_shared`` as in `RaggedBatch.from_sequences`."""
+    return RaggedBatch.from_marked(
+        [e.token_ids for e in examples], [e.scored for e in examples], device, num_shared=num_shared
+    )
 
 
 def shared_out(

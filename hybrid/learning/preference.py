@@ -54,7 +54,7 @@ class RewardObjective:
         self.model = model
 
     def num_tokens(self, example: Pair) -> int:
-        return len(example.chosen.token_ids) + len(example.rejected.token_ids) + 2
+        return num_tokens(self.model, example) + 2
 
     def count(self, example: Pair) -> int:
         return 1
@@ -64,7 +64,9 @@ class RewardObjective:
         # A value belongs to the token after its state, so each sequence ends in one that is never looked at: the state
         # scored is that of the last real token.
         sequences = [[*e.token_ids, e.token_ids[-1]] for pair in examples for e in (pair.chosen, pair.rejected)]
-        values = self.model.values(RaggedBatch.from_sequences(sequences, [1] * len(sequences), device))
+        shared = num_shared(self.model, examples)
+        batch = RaggedBatch.from_sequences(sequences, [1] * len(sequences), device, num_shared=shared)
+        values = self.model.values(batch)
         chosen, rejected = values.view(-1, 2).unbind(1)  # (P,) each
         margins = torch.tensor([pair.margin for pair in examples], dtype=torch.float32, device=device)
         losses = pairwise_loss(chosen, rejected, margins)
@@ -84,7 +86,7 @@ class DPOObjective:
         self.model, self.beta, self.label_smoothing = model, beta, label_smoothing
 
     def num_tokens(self, example: Pair) -> int:
-        return len(example.chosen.token_ids) + len(example.rejected.token_ids)
+        return num_tokens(self.model, example)
 
     def count(self, example: Pair) -> int:
         return 1
@@ -108,10 +110,29 @@ class DPOObjective:
 def answer_logprobs(model: ShardedModel, pairs: Sequence[Pair]) -> torch.Tensor:
     """(P, 2) log-probs (nats) of the pairs' chosen and rejected answers, summed over their scored tokens."""
     examples: list[Example] = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
-    batch = ragged_batch(examples, model.mesh.device)
+    batch = ragged_batch(examples, model.mesh.device, num_shared(model, pairs))
     logprobs = model.logprobs(batch).logprobs  # (R,)
-    owner = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.targets, right=True)  # (R,) sequence of each token
-    return logprobs.new_zeros(len(examples)).index_add(0, owner, logprobs).view(-1, 2)
+    owner = torch.tensor([i for i, example in enumerate(examples) for _ in range(example.num_scored)])  # (R,)
+    return logprobs.new_zeros(len(examples)).index_add(0, owner.to(logprobs.device, torch.int64), logprobs).view(-1, 2)
+
+
+def num_shared(model: ShardedModel, pairs: Sequence[Pair]) -> list[int]:
+    """How many of the first tokens of each chosen and each rejected answer are computed once for both of them: all that
+    they have in common, prompts above all."""
+    return [count for pair in pairs for count in 2 * (_num_common(model, pair),)]
+
+
+def num_tokens(model: ShardedModel, pair: Pair) -> int:
+    """Tokens of a pair that a forward computes."""
+    return len(pair.chosen.token_ids) + len(pair.rejected.token_ids) - _num_common(model, pair)
+
+
+def _num_common(model: ShardedModel, pair: Pair) -> int:
+    if not model.can_share_prefixes:
+        return 0
+    chosen, rejected = pair.chosen.token_ids, pair.rejected.token_ids
+    most = min(len(chosen), len(rejected)) - 1  # the last token is an answer's own
+    return next((i for i in range(most) if chosen[i] != rejected[i]), most)
 
 
 def with_reference(dataset: ExampleDataset[Pair], model: ShardedModel, max_tokens: int) -> ExampleDataset[Pair]:

@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ops.attention import paged_attention, varlen_attention, write_kv
 from ops.paged import PagedBatch
+from ops.prefixes import Prefixes
 
 ATTENTION_NAME = "hybrid"
 
@@ -46,6 +47,7 @@ class RaggedCall:
 
     cu_seqlens: torch.Tensor  # (S + 1,) int32, where each starts; the last entry is N
     max_seqlen: int
+    prefixes: Prefixes | None = None  # whose tokens sequences see before their own; None: nobody's
     exact: bool = False  # the bits that a PagedCall gives each token on a CPU
 
 
@@ -166,7 +168,12 @@ def hybrid_attention(
     options = {"scale": scale, "window": sliding_window, "softcap": softcap}
     call = active.call
     if isinstance(call, RaggedCall):
-        output = varlen_attention(flat_q, flat_k, flat_v, call.cu_seqlens, call.max_seqlen, exact=call.exact, **options)
+        output = varlen_attention(
+            *(flat_q, flat_k, flat_v, call.cu_seqlens, call.max_seqlen),
+            prefixes=call.prefixes,
+            exact=call.exact,
+            **options,
+        )
     else:
         layer = _layer_to_write(module, active)
         key_cache, value_cache = call.key_cache[layer], call.value_cache[layer]

@@ -66,7 +66,7 @@ def token_logprobs(module: PreTrainedModel, batch: RaggedBatch, temperature: flo
 
     Logits exist in chunks of rows, in the forward and in the backward (see ``ops.logprob``).
     """
-    rows = hidden_states(module, batch)[batch.targets - 1]  # (R, H)
+    rows = hidden_states(module, batch)[batch.sources]  # (R, H)
     head = output_head(module)
     logprobs, entropy = linear_logprob_entropy(
         rows,
@@ -102,7 +102,7 @@ def token_loss(
     """
     if normalizer is not None and not normalizer > 0:
         raise ValueError(f"normalizer is {normalizer}; a sum of losses is divided by something positive")
-    rows = hidden_states(module, batch)[batch.targets - 1]  # (R, H)
+    rows = hidden_states(module, batch)[batch.sources]  # (R, H)
     head = output_head(module)
     scale = 1.0 / (normalizer or max(1, batch.num_targets))
     return linear_cross_entropy(
@@ -121,7 +121,7 @@ def token_values(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:
 
     The state before a token is the hidden row of the token ahead of it, the row that also predicts it.
     """
-    rows = hidden_states(module, batch)[batch.targets - 1]  # (R, H)
+    rows = hidden_states(module, batch)[batch.sources]  # (R, H)
     return score_head(module)(rows).squeeze(-1).float()
 
 
@@ -135,12 +135,14 @@ def hidden_states(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:
         )
     exact = _is_exact.get()
     input_ids, position_ids, cu_seqlens = batch.input_ids, batch.position_ids, batch.cu_seqlens
+    prefixes = batch.prefixes
     fill = -batch.num_tokens % _EXACT_ROWS if exact else 0
     if fill:  # a sequence of its own, whose rows nobody reads
         input_ids = pad(input_ids, (0, fill))
         position_ids = torch.cat((position_ids, torch.arange(fill, device=position_ids.device)))
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + fill))
-    call = RaggedCall(cu_seqlens=cu_seqlens, max_seqlen=max(batch.max_seqlen, fill), exact=exact)
+        prefixes = None if prefixes is None else prefixes.with_one_more(fill)
+    call = RaggedCall(cu_seqlens=cu_seqlens, max_seqlen=max(batch.max_seqlen, fill), prefixes=prefixes, exact=exact)
     with attention_call(call):
         output = body(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
     return output.last_hidden_state[0, : batch.num_tokens]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid.data.packing import pack
 from hybrid.models.ragged import RaggedBatch
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
 from hybrid.rl.advantages import explained_variance, token_rewards, whiten, whiten_groups
 from hybrid.rl.algorithms.dapo import overlong_punishment
 from hybrid.rl.algorithms.registry import find_algorithm
+from hybrid.rl.batches import Batching, concatenate
 from hybrid.rl.correction import rollout_weights
 from hybrid.rl.kl import kl_estimate
 from hybrid.rl.metrics import StepMetrics
@@ -43,10 +43,12 @@ class ExperienceMaker:
         ref: ShardedModel | None,
         config: PPOConfig,
         *,
+        batching: Batching,
         timers: Timers,
         work: FlopCount,
     ) -> None:
         self.actor, self.critic, self.ref = actor, critic, ref
+        self.batching = batching
         self.config = config
         self.algorithm = find_algorithm(config.algorithm)
         self.mesh: ParallelMesh = actor.mesh
@@ -65,7 +67,7 @@ class ExperienceMaker:
     def make(self, trajectories: Sequence[Trajectory], kl_coef: float, metrics: StepMetrics) -> list[Experience]:
         """One experience for each of this rank's trajectories. Every rank calls it, with none at all if need be."""
         config = self.config
-        micro_batches = agreed_micro_batches(self.mesh, trajectories, config.max_tokens_per_microbatch)
+        micro_batches = self.batching.micro_batches(trajectories)
 
         if self.leaves_logprobs:
             old = [torch.full((len(t.completion_ids),), torch.nan, device=self.mesh.device) for t in trajectories]
@@ -189,12 +191,12 @@ class ExperienceMaker:
         forward: Callable[[RaggedBatch], torch.Tensor],
     ) -> list[torch.Tensor]:
         """Run ``forward`` of a model over the micro-batches without gradient; (R_i,) for each trajectory."""
-        self.work.add_trajectories(model, trajectories, FORWARD)
         scores = [torch.empty(0)] * len(trajectories)
         with torch.no_grad():
             for indices in micro_batches:
                 members = [trajectories[i] for i in indices]
-                tokens = forward(ragged_batch(members, self.mesh.device))  # (R,)
+                self.work.add_trajectories(model, members, FORWARD, self.batching.spared(members))
+                tokens = forward(self.batching.batch(members))  # (R,)
                 pieces = tokens.split([len(member.completion_ids) for member in members]) if members else ()
                 for index, piece in zip(indices, pieces, strict=True):
                     scores[index] = piece
@@ -230,31 +232,6 @@ class ExperienceMaker:
         metrics.add_spread("critic/values", tokens(values))
         explained = explained_variance([tokens(values)], [tokens(returns)], self.mesh.reduce_scalars)
         metrics.add_mean("critic/vf_explained_var", explained)
-
-
-def agreed_micro_batches(mesh: ParallelMesh, trajectories: Sequence[Trajectory], max_tokens: int) -> list[list[int]]:
-    """This rank's micro-batches as indices, as many as the rank with the most has; the last ones may be empty.
-
-    A rank that has run out still computes, on an empty batch, since the others' collectives wait for it.
-    """
-    packed = pack([trajectory.num_tokens for trajectory in trajectories], max_tokens)
-    (most,) = mesh.reduce_scalars([len(packed)], op="max")
-    return packed + [[] for _ in range(int(most) - len(packed))]
-
-
-def ragged_batch(trajectories: Sequence[Trajectory], device: torch.device) -> RaggedBatch:
-    """Prompts and completions end to end, every completion token scored."""
-    return RaggedBatch.from_sequences(
-        [trajectory.prompt_ids + trajectory.completion_ids for trajectory in trajectories],
-        [len(trajectory.completion_ids) for trajectory in trajectories],
-        device,
-    )
-
-
-def concatenate(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """All tokens of some trajectories as one (R,) fp32 tensor, empty where there are none."""
-    pieces = [tensor.to(device, torch.float32) for tensor in tensors]
-    return torch.cat(pieces) if pieces else torch.zeros(0, device=device)
 
 
 def _reward(trajectory: Trajectory) -> float:

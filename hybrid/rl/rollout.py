@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Sequence
@@ -56,9 +57,10 @@ class Rollout:
 class RolloutCollector:
     """Generates and scores with one actor and one reward."""
 
-    def __init__(self, actor: HybridEngine, reward: Reward, *, timers: Timers) -> None:
+    def __init__(self, actor: HybridEngine, reward: Reward, *, timers: Timers, shares_prompts: bool = False) -> None:
         self.actor = actor
         self.reward = reward
+        self.shares_prompts = shares_prompts  # whether training computes a prompt once for several of its samples
         self.mesh: ParallelMesh = actor.mesh
         self.timers = timers
 
@@ -93,8 +95,18 @@ class RolloutCollector:
             for index in [first_index + indices[completion.prompt_index]]
         ]
         trainable = [trajectory for trajectory in trajectories if trajectory.is_trainable]
-        mine = balance([trajectory.num_tokens for trajectory in trainable], mesh.tp_size)[mesh.tp_rank]
-        return Rollout(share_out(mesh, [trainable[i] for i in mine]), samples)
+        mine = self._tensor_ranks_part(trainable)
+        return Rollout(share_out(mesh, mine, shares_prompts=self.shares_prompts), samples)
+
+    def _tensor_ranks_part(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """This rank's part of its replica's trajectories; prompts stay together where that spares tokens."""
+        groups: dict[int, list[Trajectory]] = {}
+        for number, trajectory in enumerate(trajectories):
+            groups.setdefault(trajectory.prompt_index if self.shares_prompts else number, []).append(trajectory)
+        units = list(groups.values())
+        costs = [len(unit[0].prompt_ids) + sum(len(t.completion_ids) for t in unit) for unit in units]
+        mine = balance(costs, self.mesh.tp_size)[self.mesh.tp_rank]
+        return [trajectory for number in mine for trajectory in units[number]]
 
     def _generate(self, prompts: list[Prompt], seeded: list[SamplingParams]) -> list[Completion]:
         """This replica's completions, on each of its ranks, by prompt and sample."""
@@ -155,20 +167,25 @@ def request_seed(seed: int, step: int, prompt_index: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # fits an int64
 
 
-def share_out(mesh: ParallelMesh, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def share_out(
+    mesh: ParallelMesh, trajectories: Sequence[Trajectory], *, shares_prompts: bool = False
+) -> list[Trajectory]:
     """Even out the tokens of trajectories over all ranks, moving few of them; a collective.
 
     Args:
         trajectories: those that this rank has. No two of all ranks' are the same sample.
+        shares_prompts: whether a rank computes a prompt once for all of its samples there.
 
     Returns:
         Those that it has afterwards, by prompt and sample.
     """
     if mesh.world_size == 1:
         return list(trajectories)
-    lengths = mesh.all_gather_object([trajectory.num_tokens for trajectory in trajectories])
-    owners = [rank for rank, each in enumerate(lengths) for _ in each]
-    planned = rebalance([length for each in lengths for length in each], owners, mesh.world_size)
+    described = mesh.all_gather_object([(t.num_tokens, len(t.prompt_ids), t.prompt_index) for t in trajectories])
+    owners = [rank for rank, each in enumerate(described) for _ in each]
+    lengths, num_shared, groups = zip(*itertools.chain.from_iterable(described), strict=True) if owners else ((),) * 3
+    sharing = {"num_shared": num_shared, "groups": groups} if shares_prompts else {}
+    planned = rebalance(lengths, owners, mesh.world_size, **sharing)
     shares: list[list[Trajectory]] = [[] for _ in range(mesh.world_size)]
     first = owners.index(mesh.rank) if trajectories else 0
     for trajectory, owner in zip(trajectories, planned[first:], strict=False):

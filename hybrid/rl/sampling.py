@@ -84,7 +84,9 @@ class StepSampler:
             if trajectory.prompt_index in places
         ]
         # Each round was shared out by itself, groups that are left out included.
-        return StepSamples(share_out(self.collector.mesh, trajectories), samples, kept, num_drawn)
+        collector = self.collector
+        mine = share_out(collector.mesh, trajectories, shares_prompts=collector.shares_prompts)
+        return StepSamples(mine, samples, kept, num_drawn)
 
     def _draw(self, count: int) -> list[Prompt]:
         places = range(self.position, self.position + count)

@@ -16,6 +16,7 @@ from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
 from hybrid.rewards.function import FunctionReward
 from hybrid.rl.algorithms.registry import find_algorithm
+from hybrid.rl.batches import Batching
 from hybrid.rl.experience import ExperienceMaker
 from hybrid.rl.kl import make_kl_controller
 from hybrid.rl.metrics import StepMetrics
@@ -112,15 +113,22 @@ class PPOTrainer:
         self.kl_controller = make_kl_controller(config.kl_coef, config.kl_target, config.kl_horizon)
         if not hasattr(reward, "score"):
             reward = FunctionReward(cast("Callable[..., Any]", reward))
-        self.collector = RolloutCollector(actor, cast("Reward", reward), timers=self.timers)
+        shares_prompts = config.share_prompts and all(
+            model.can_share_prefixes for model in (actor.model, critic, ref) if model is not None
+        )
+        batching = Batching(self.mesh, config.max_tokens_per_microbatch, shares_prompts)
+        self.collector = RolloutCollector(
+            actor, cast("Reward", reward), shares_prompts=shares_prompts, timers=self.timers
+        )
         self.sampler = StepSampler(self.collector, prompts, config)
         self.work = FlopCount()
-        self.maker = ExperienceMaker(actor, critic, ref, config, timers=self.timers, work=self.work)
+        self.maker = ExperienceMaker(actor, critic, ref, config, batching=batching, timers=self.timers, work=self.work)
         self.ptx = PretrainingMix(actor, ptx, config) if ptx is not None else None
         self.updates = ModelUpdates(
             actor,
             critic,
             config,
+            batching=batching,
             penalises=ref is not None,
             fills_logprobs=self.maker.leaves_logprobs,
             ptx=self.ptx,

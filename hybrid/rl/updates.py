@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid.models.ragged import RaggedBatch
 from hybrid.monitor import Timers
 from hybrid.parallel import ParallelMesh
 from hybrid.rl.algorithms.ppo import value_loss
 from hybrid.rl.algorithms.registry import find_algorithm
-from hybrid.rl.experience import agreed_micro_batches, concatenate, ragged_batch
+from hybrid.rl.batches import Batching, concatenate
 from hybrid.rl.loss import Average, policy_loss
 from hybrid.rl.metrics import StepMetrics
 from hybrid.rl.ptx import PretrainingMix
@@ -40,6 +41,7 @@ class ModelUpdates:
         critic: ShardedModel | None,
         config: PPOConfig,
         *,
+        batching: Batching,
         penalises: bool,
         fills_logprobs: bool,
         ptx: PretrainingMix | None,
@@ -47,7 +49,7 @@ class ModelUpdates:
         work: FlopCount,
     ) -> None:
         self.actor, self.critic, self.config, self.ptx = actor, critic, config, ptx
-        self.timers, self.work = timers, work
+        self.batching, self.timers, self.work = batching, timers, work
         self.mesh: ParallelMesh = actor.mesh
         self.algorithm = find_algorithm(config.algorithm)
         self._penalises, self._fills_logprobs = penalises and config.kl_in == "loss", fills_logprobs
@@ -65,13 +67,11 @@ class ModelUpdates:
         if not num_tokens:
             return 0.0
         average = Average(self.config.aggregation, num_tokens, num_sequences, self.config.max_completion_length)
-        packed = agreed_micro_batches(self.mesh, trajectories, self.config.max_tokens_per_microbatch)
+        packed = self.batching.micro_batches(trajectories)
         micro_batches = [[experiences[i] for i in indices] for indices in packed]
-        self.work.add_trajectories(self.actor.model, trajectories, FORWARD_AND_BACKWARD)
         with self.timers("update_actor"):
             kl = self._update_actor(micro_batches, average, kl_coef, metrics)
         if self.critic is not None:
-            self.work.add_trajectories(self.critic, trajectories, FORWARD_AND_BACKWARD)
             with self.timers("update_critic"):
                 self._update_critic(self.critic, micro_batches, num_tokens, metrics)
         if self.config.early_stop_kl is None:
@@ -87,7 +87,7 @@ class ModelUpdates:
         clip = ClipRange(low=config.cliprange_low or 0.0, high=config.cliprange_high or 0.0, dual=config.dual_clip)
         kl = torch.zeros((), device=device)
         for members in micro_batches:
-            batch = ragged_batch([member.trajectory for member in members], device)
+            batch = self._batch(self.actor.model, members)
             scores = self.actor.logprobs(batch, temperature=config.temperature)
             lengths = [len(member.trajectory.completion_ids) for member in members]
             if self._fills_logprobs and members:
@@ -128,7 +128,7 @@ class ModelUpdates:
     ) -> None:
         config, device = self.config, self.mesh.device
         for members in micro_batches:
-            batch = ragged_batch([member.trajectory for member in members], device)
+            batch = self._batch(critic, members)
             values = critic.values(batch)
             loss, sums = value_loss(
                 values,
@@ -143,6 +143,12 @@ class ModelUpdates:
             for name, total in sums.items():
                 metrics.add_mean(f"critic/{name}", total, batch.num_targets)
         _add_report(metrics, "critic", critic.step())
+
+    def _batch(self, model: ShardedModel, members: Sequence[Experience]) -> RaggedBatch:
+        """A micro-batch, counted as work."""
+        trajectories = [member.trajectory for member in members]
+        self.work.add_trajectories(model, trajectories, FORWARD_AND_BACKWARD, self.batching.spared(trajectories))
+        return self.batching.batch(trajectories)
 
 
 def _add_report(metrics: StepMetrics, role: str, report: StepReport) -> None:

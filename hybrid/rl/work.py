@@ -19,14 +19,27 @@ class FlopCount:
     def __init__(self) -> None:
         self._flops = 0
 
-    def add(self, model: ShardedModel, lengths: Sequence[int], num_scored: int, passes: int) -> None:
-        """``passes``: `FORWARD` or `FORWARD_AND_BACKWARD` over sequences of these lengths."""
-        self._flops += passes * model.forward_cost.flops(lengths, num_scored)
+    def add(
+        self,
+        model: ShardedModel,
+        lengths: Sequence[int],
+        num_scored: int,
+        passes: int,
+        spared: Sequence[int] = (),
+    ) -> None:
+        """``passes``: `FORWARD` or `FORWARD_AND_BACKWARD` over sequences of these lengths.
 
-    def add_trajectories(self, model: ShardedModel, trajectories: Sequence[Trajectory], passes: int) -> None:
+        ``spared``: lengths of their beginnings that others have in common with them and that are not computed again.
+        """
+        cost = model.forward_cost
+        self._flops += passes * (cost.flops(lengths, num_scored) - cost.flops(spared, 0))
+
+    def add_trajectories(
+        self, model: ShardedModel, trajectories: Sequence[Trajectory], passes: int, spared: Sequence[int] = ()
+    ) -> None:
         """The same over prompts and completions whose completion tokens are scored."""
         scored = sum(len(trajectory.completion_ids) for trajectory in trajectories)
-        self.add(model, [trajectory.num_tokens for trajectory in trajectories], scored, passes)
+        self.add(model, [trajectory.num_tokens for trajectory in trajectories], scored, passes, spared)
 
     def drain(self) -> int:
         """What was counted since the last call."""

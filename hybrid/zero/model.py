@@ -20,6 +20,7 @@ from hybrid.models.loading import OpenedModel
 from hybrid.models.plans import ModelPlan, whole_plan
 from hybrid.models.ragged import RaggedBatch
 from hybrid.models.recompute import recompute_in_backward
+from hybrid.models.rope import depends_on_length
 from hybrid.models.saving import ModelWriter
 from hybrid.models.source import ModuleWeights, WeightSource
 from hybrid.parallel import ParallelMesh
@@ -178,6 +179,11 @@ class ShardedModel:
         return forward_cost(self.module, self.plan)
 
     # -- forward -------------------------------------------------------------------------------------------------
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether a token's state depends on what comes before it alone, so that sequences can share a prefix's."""
+        return not depends_on_length(self.module)
 
     def resident(self) -> AbstractContextManager[None]:
         """``with model.resident()``: gather a frozen model's weights once for all the forwards in the block.

@@ -84,6 +84,24 @@ def test_the_grid_changes_nothing(tmp_path):
                     assert values == pytest.approx(expected_values, rel=2e-3, abs=1e-6), name
 
 
+def a_step_with_prompts_shared_and_not(name):
+    found = []
+    for shares in (True, False):
+        config = small(name, share_prompts=shares, num_minibatches=1, kl_coef=0.1, max_tokens_per_microbatch=200)
+        trainer = make_trainer(1, even_ids, config, ref_seed=3)
+        metrics = trainer.step()
+        with trainer.actor.model.gathered() as weights:
+            found.append(([metrics[key] for key in NAMES], {key: weight.clone() for key, weight in weights.items()}))
+    return found
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_prompt_computed_once_for_its_samples_changes_nothing(tmp_path, name):
+    for shared, apart in run_world(a_step_with_prompts_shared_and_not, 2, tmp_path, name):
+        assert shared[0] == pytest.approx(apart[0], rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(shared[1], apart[1], rtol=1e-4, atol=1e-4)  # of a learning rate of 1e-3
+
+
 def interrupted_and_not(directory, name):
     whole = make_trainer(1, even_ids, small(name))
     whole.train(1)

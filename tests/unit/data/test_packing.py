@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.data.packing import balance, pack, rebalance
+from hybrid.data.packing import balance, pack, pack_groups, rebalance
 
 
 def _random_lengths(seed: int, count: int, longest: int) -> list[int]:
@@ -121,3 +121,60 @@ def test_rebalance_of_a_skewed_batch_moves_few():
     planned = rebalance(lengths, owners, 4)
     assert max(_loads(lengths, planned, 4)) <= 1.02 * sum(lengths) / 4
     assert sum(a != b for a, b in zip(owners, planned, strict=True)) < 64
+
+
+@st.composite
+def _grouped(draw):
+    """Token counts of sequences, how many of them are their group's, and their groups."""
+    shared = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))  # by group
+    groups = draw(st.lists(st.integers(0, len(shared) - 1), max_size=40))
+    own = draw(st.lists(st.integers(1, 30), min_size=len(groups), max_size=len(groups)))
+    return [n + shared[g] for n, g in zip(own, groups, strict=True)], [shared[g] for g in groups], groups
+
+
+def _cost(indices, lengths, num_shared, groups):
+    """Tokens of some sequences together, a group's common ones once."""
+    prefixes = {groups[i]: num_shared[i] for i in indices}
+    return sum(lengths[i] - num_shared[i] for i in indices) + sum(prefixes.values())
+
+
+@given(_grouped(), st.integers(1, 200))
+def test_pack_groups_keeps_to_the_budget_and_groups_together(sequences, max_tokens):
+    lengths, num_shared, groups = sequences
+    packed = pack_groups(lengths, num_shared, groups, max_tokens)
+    assert sorted(i for indices in packed for i in indices) == list(range(len(lengths)))
+    for indices in packed:
+        assert indices == sorted(indices)
+        assert len(indices) == 1 or _cost(indices, lengths, num_shared, groups) <= max_tokens
+    for group in set(groups):
+        members = [i for i, each in enumerate(groups) if each == group]
+        homes = sum(any(i in indices for i in members) for indices in packed)
+        assert homes == 1 or _cost(members, lengths, num_shared, groups) > max_tokens
+
+
+def test_pack_groups_without_anything_shared_is_pack():
+    lengths = [random.Random(i).randint(1, 50) for i in range(60)]
+    assert pack_groups(lengths, [0] * 60, list(range(60)), 128) == pack(lengths, 128)
+
+
+@given(_grouped(), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_rebalance_counts_what_a_rank_has_of_a_group_once(sequences, num_ranks, draw):
+    lengths, num_shared, groups = sequences
+    owners = [draw.randrange(num_ranks) for _ in lengths]
+    planned = rebalance(lengths, owners, num_ranks, num_shared=num_shared, groups=groups)
+
+    def loads(where):
+        held = [[i for i, owner in enumerate(where) if owner == rank] for rank in range(num_ranks)]
+        return [_cost(indices, lengths, num_shared, groups) for indices in held]
+
+    assert max(loads(planned)) <= max(loads(owners))
+    assert rebalance(lengths, planned, num_ranks, num_shared=num_shared, groups=groups) == planned
+
+
+def test_rebalance_moves_no_sample_whose_prompt_would_cost_more_than_it_evens_out():
+    # Ten samples of 100 tokens after a prompt of 1000 on one rank, four after another on the other.
+    lengths, num_shared, groups = [1100] * 14, [1000] * 14, [0] * 10 + [1] * 4
+    owners = [0] * 10 + [1] * 4
+    assert rebalance(lengths, owners, 2, num_shared=num_shared, groups=groups) == owners
+    # Of the same prompt they are moved for what they are.
+    assert sum(rebalance(lengths, owners, 2, num_shared=num_shared, groups=[0] * 14)) == 7

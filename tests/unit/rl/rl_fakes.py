@@ -100,6 +100,7 @@ class FakeModel:
     valued: bool = False
     seed: int = 0
     calls: list[tuple[str, int]] = field(default_factory=list)  # (method, tokens scored)
+    can_share_prefixes = True
     forward_cost = SimpleNamespace(flops=lambda lengths, num_scored: 10 * sum(lengths) + num_scored)
 
     def __post_init__(self) -> None:
@@ -115,13 +116,13 @@ class FakeModel:
 
     def logprobs(self, batch: RaggedBatch, *, temperature: float = 1.0) -> SimpleNamespace:
         self.calls.append(("logprobs", batch.num_targets))
-        rows = self.embedding[batch.input_ids[batch.targets - 1]]
+        rows = self.embedding[batch.input_ids[batch.sources]]
         logprobs, entropy = linear_logprob_entropy(rows, self.head, batch.target_ids, temperature=temperature)
         return SimpleNamespace(logprobs=logprobs, entropy=entropy)
 
     def values(self, batch: RaggedBatch) -> torch.Tensor:
         self.calls.append(("values", batch.num_targets))
-        return (self.embedding[batch.input_ids[batch.targets - 1]] @ self.head.T).squeeze(-1)
+        return (self.embedding[batch.input_ids[batch.sources]] @ self.head.T).squeeze(-1)
 
     def backward(self, loss: torch.Tensor, reduction: str = "mean") -> None:
         if reduction != "sum" or not loss.requires_grad:

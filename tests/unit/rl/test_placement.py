@@ -13,6 +13,7 @@ from hybrid.engine import HybridEngine
 from hybrid.models.attention import ATTENTION_NAME
 from hybrid.monitor import Timers
 from hybrid.parallel import init_parallel
+from hybrid.rl.batches import Batching
 from hybrid.rl.experience import ExperienceMaker
 from hybrid.rl.metrics import StepMetrics
 from hybrid.rl.records import Trajectory
@@ -30,6 +31,9 @@ SAMPLES = [
     ([EOS, 14], [22, 23, 24, 25], 2.0),  # cut off, after a prompt that begins with padding's id
     ([15, EOS], [26], 0.5),  # cut off after one token
     ([16, 17, 18, 19], [27, EOS, 28, EOS], 9.0),  # an EOS inside, as where another id ends a completion
+    ([10, 11, 12], [20, 21, 30], 0.25),  # a prompt again, and the completion's beginning too
+    ([13], [31, EOS], -0.5),  # a prompt of one token again
+    ([10, 11, 12], [29, EOS], -0.75),
 ]
 
 
@@ -58,9 +62,10 @@ def _values(module: Any, prompt: list[int], completion: list[int]) -> list[float
     return [float(score) for score in scores]
 
 
+@pytest.mark.parametrize("shares_prompts", [False, True])
 @pytest.mark.parametrize("budget", [1, 12, 1000])
 @torch.no_grad()
-def test_log_probs_kl_values_and_rewards_are_those_of_their_tokens(budget: int) -> None:
+def test_log_probs_kl_values_and_rewards_are_those_of_their_tokens(budget: int, shares_prompts: bool) -> None:
     mesh, zero = init_parallel(), ZeroConfig()
     inference = InferenceConfig(kv_blocks=16, block_size=4)
     actor = HybridEngine(
@@ -81,7 +86,8 @@ def test_log_probs_kl_values_and_rewards_are_those_of_their_tokens(budget: int) 
         Trajectory(i, 0, prompt, ids, torch.zeros(len(ids)), "stop" if ids[-1] == EOS else "length", 0, reward)
         for i, (prompt, ids, reward) in enumerate(SAMPLES)
     ]
-    maker = ExperienceMaker(actor, critic, ref, config, timers=Timers(), work=FlopCount())
+    batching = Batching(mesh, budget, shares_prompts)
+    maker = ExperienceMaker(actor, critic, ref, config, batching=batching, timers=Timers(), work=FlopCount())
     experiences = maker.make(trajectories, COEF, StepMetrics())
     policy, reference = (_module(LlamaForCausalLM, seed, "eager") for seed in (0, 2))
     judge = _module(LlamaForSequenceClassification, 1, "eager", num_labels=1)
