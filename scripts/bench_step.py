@@ -10,15 +10,17 @@ own, and one update over all samples: clipped objective, the k3 estimate of the 
 clipped to norm 1, AdamW at 1e-5. The prompts are the same in every step. One step to warm up, then the median of
 ``--steps``. On a host nothing else may run meanwhile.
 
-``trl`` samples with transformers' ``generate``, all completions of a rank in one batch. It is set up to be fast:
-weights and optimizer in the dtype itself (no autocast and, in bf16, no fp32 masters, which ``hybrid`` has), nothing
-computed again in the backward, ``--peer_batch`` samples a forward and backward. Samples and steps being aligned, it
-takes the old log-probs from the update's own forward. It may need a torch and transformers of its own:
-``--peer_python`` names the interpreter it is installed for, which needs no ``hybrid``. Its parts are timed around
-methods of TRL 1.16.
+``trl`` samples with transformers' ``generate``, all completions of a rank in one batch. Samples and steps being
+aligned, it takes the old log-probs from the update's own forward. With ``--peer_settings fast`` it is set up by
+somebody who knows how: weights and optimizer in the dtype itself (no autocast and, in bf16, no fp32 masters, which
+``hybrid`` has), nothing computed again in the backward, ``--peer_batch`` samples a forward and backward. With
+``defaults`` these are what ``GRPOConfig`` makes them: autocast in bf16, activations computed again, 8 samples. It may
+need a torch and transformers of its own: ``--peer_python`` names the interpreter it is installed for, which needs no
+``hybrid``. Its parts are timed around methods of TRL 1.16.
 
-``all`` runs both one after another, each in ``--ranks`` processes that share out the cores. On a CPU, ``hybrid`` has
-glibc keep freed memory instead of mapping it anew (see `init_parallel`); ``--tune_peers`` does so for the peer.
+``all`` runs ``hybrid``, ``trl`` set up to be fast and ``trl`` by its defaults one after another: ``hybrid`` in
+``--ranks`` processes, ``trl`` in ``--peer_ranks``, which share out the cores. On a CPU, ``hybrid`` has glibc keep freed
+memory instead of mapping it anew (see `init_parallel`); ``--tune_peers`` does so for the peer.
 """
 
 from __future__ import annotations
@@ -89,29 +91,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="processes of an engine")
+    parser.add_argument("--peer_ranks", type=int, default=1, help="all: processes of trl")
     parser.add_argument("--threads", type=int, default=0, help="of each process; 0: all cores, shared by the ranks")
     parser.add_argument("--max_tokens_per_microbatch", type=int, default=2048, help="hybrid: see PPOConfig")
     parser.add_argument("--peer_batch", type=int, default=16, help="trl: samples per forward and backward of a rank")
     parser.add_argument("--peer_python", default=sys.executable, help="the interpreter trl is installed for")
+    parser.add_argument("--peer_settings", choices=["fast", "defaults"], default="fast", help="trl: see above")
     parser.add_argument("--tune_peers", action="store_true", help="see above")
     options = parser.parse_args(argv)
     for name, least in {
-        **dict.fromkeys(("num_prompts", "new_tokens", "steps", "ranks", "peer_batch", "max_tokens_per_microbatch"), 1),
+        **dict.fromkeys(("num_prompts", "new_tokens", "steps", "ranks", "peer_ranks", "peer_batch"), 1),
+        "max_tokens_per_microbatch": 1,
         "num_samples": 2,
     }.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; set it to at least {least}")
     samples = options.num_prompts * options.num_samples
     options.peer_batch = min(options.peer_batch, samples)
-    if options.engine != "hybrid" and samples % (options.ranks * options.peer_batch):
+    peer_ranks = options.peer_ranks if options.engine == "all" else options.ranks
+    if options.engine != "hybrid" and samples % (peer_ranks * options.peer_batch):
         parser.error(
-            f"trl takes whole batches: {options.ranks} ranks (--ranks) of {options.peer_batch} samples (--peer_batch) "
-            f"do not divide the {samples} samples; set --peer_batch to another number"
+            f"trl takes whole batches: {peer_ranks} ranks of {options.peer_batch} samples (--peer_batch) do not divide "
+            f"the {samples} samples; set --peer_batch to another number"
         )
     if options.engine == "all" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("--engine all starts worlds of its own; run it without torchrun, and set --ranks")
-    options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
     return options
+
+
+def threads_of(options: argparse.Namespace) -> int:
+    return options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def measure(options: argparse.Namespace, engine: Engine) -> None:
         "algorithm": options.algorithm,
         "dtype": options.dtype,
         "ranks": options.ranks,
-        "threads": options.threads,
+        "threads": threads_of(options),
         "step_s": round(seconds, 3),
         "parts_s": {
             part: round(statistics.median(step.parts.get(part, 0.0) for step in steps), 3) for part in steps[-1].parts
@@ -198,7 +207,7 @@ def hybrid_engine(options: argparse.Namespace) -> Engine:
         dtype=options.dtype,
         apply_chat_template=False,
     )
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(threads_of(options))
     mesh = trainer.mesh
     trainer.sampler.params = dataclasses.replace(trainer.sampler.params, ignore_eos=True)
 
@@ -247,7 +256,7 @@ def trl_engine(options: argparse.Namespace, directory: str) -> Engine:
 
     library: Any = importlib.import_module("trl")
     datasets: Any = importlib.import_module("datasets")
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(threads_of(options))
     clock = StepClock()
     trainer = timed_trainer(library, clock)(
         model=options.model,
@@ -270,7 +279,11 @@ def trl_engine(options: argparse.Namespace, directory: str) -> Engine:
 
     def report() -> dict[str, Any]:
         versions = {module.__name__: module.__version__ for module in (library, transformers, torch)}
-        return versions | {"peer_batch": options.peer_batch, "tuned": options.tune_peers}
+        return versions | {
+            "settings": options.peer_settings,
+            "peer_batch": trainer.args.per_device_train_batch_size,
+            "tuned": options.tune_peers,
+        }
 
     return Engine(run, peak_memory, report, trainer.accelerator.is_main_process)
 
@@ -280,19 +293,20 @@ def trl_settings(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     import torch
 
     samples = options.num_prompts * options.num_samples
+    batch = options.peer_batch if options.peer_settings == "fast" else min(8, samples // options.ranks)
+    fast: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False}  # bf16 is autocast
     return {
         **ALGORITHMS[options.algorithm],
+        **(fast if options.peer_settings == "fast" else {"bf16": options.dtype == "bf16"}),
         "output_dir": directory,
         "model_init_kwargs": {"dtype": {"bf16": "bfloat16", "fp32": "float32"}[options.dtype]},
-        "bf16": False,  # that is autocast
-        "gradient_checkpointing": False,
         "use_cpu": not torch.cuda.is_available(),
         "max_steps": options.steps + 1,
         "num_generations": options.num_samples,
         "max_completion_length": options.new_tokens,
         "generation_kwargs": {"min_new_tokens": options.new_tokens},
-        "per_device_train_batch_size": options.peer_batch,
-        "gradient_accumulation_steps": samples // (options.ranks * options.peer_batch),
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": samples // (options.ranks * batch),
         "beta": KL_COEF,
         "use_bias_correction_kl": False,
         "learning_rate": LEARNING_RATE,
@@ -404,14 +418,14 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     mine = launch(options, "hybrid")
     if not has_trl(options.peer_python):
         return {"hybrid": mine, "skipped": {"trl": f"not installed for {options.peer_python}; set --peer_python"}}
-    peer = launch(options, "trl")
-    return {
-        "hybrid": mine,
-        "trl": peer,
-        "skipped": {},
-        "speed_vs_trl": round(peer["step_s"] / mine["step_s"], 3),
-        "memory_vs_trl": round(mine["peak_gb"] / peer["peak_gb"], 3),
-    }
+    options.ranks = options.peer_ranks
+    found: dict[str, Any] = {"hybrid": mine, "skipped": {}}
+    for name, settings in (("trl", "fast"), ("trl_defaults", "defaults")):
+        options.peer_settings = settings
+        found[name] = peer = launch(options, "trl")
+        found[f"speed_vs_{name}"] = round(peer["step_s"] / mine["step_s"], 3)
+        found[f"memory_vs_{name}"] = round(mine["peak_gb"] / peer["peak_gb"], 3)
+    return found
 
 
 def has_trl(python: str) -> bool:
@@ -427,10 +441,10 @@ def launch(options: argparse.Namespace, engine: str) -> dict[str, Any]:
     command += [__file__, "--engine", engine]
     for name in ("model", "algorithm", "dtype", "num_prompts", "num_samples", "new_tokens", "steps", "seed", "ranks"):
         command += [f"--{name}", str(getattr(options, name))]
-    for name in ("threads", "max_tokens_per_microbatch", "peer_batch"):
+    for name in ("threads", "max_tokens_per_microbatch", "peer_batch", "peer_settings"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--tune_peers"] * options.tune_peers
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": str(threads_of(options))}
     if engine == "trl" and options.tune_peers:
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)

@@ -17,7 +17,8 @@ SMALL = ("--dtype", "fp32", "--num_prompts", "3", "--num_samples", "2", "--new_t
     [
         (["--num_samples", "1"], "--num_samples is 1; set it to at least 2"),
         (["--steps", "0"], "--steps is 0; set it to at least 1"),
-        (["--engine", "trl", "--ranks", "3"], "3 ranks (--ranks) of 16 samples (--peer_batch) do not divide the 64"),
+        (["--engine", "trl", "--ranks", "3"], "3 ranks of 16 samples (--peer_batch) do not divide the 64"),
+        (["--engine", "all", "--peer_ranks", "3"], "3 ranks of 16 samples (--peer_batch) do not divide the 64"),
         (["--engine", "verl"], "invalid choice: 'verl'"),
         (["--algorithm", "ppo"], "invalid choice: 'ppo'"),
     ],
@@ -72,9 +73,17 @@ def test_a_peer_that_is_missing_is_named(monkeypatch, tiny_llama, capsys):
 
 
 def test_all_says_how_much_faster_and_smaller(monkeypatch, tiny_llama, capsys):
-    figures = {"hybrid": {"step_s": 2.0, "peak_gb": 1.0}, "trl": {"step_s": 7.0, "peak_gb": 4.0}}
+    figures = {
+        ("hybrid", 2, "fast"): {"step_s": 2.0, "peak_gb": 1.0},
+        ("trl", 1, "fast"): {"step_s": 7.0, "peak_gb": 4.0},
+        ("trl", 1, "defaults"): {"step_s": 9.0, "peak_gb": 2.0},
+    }
     monkeypatch.setattr(bench_step, "has_trl", lambda python: True)
-    monkeypatch.setattr(bench_step, "launch", lambda options, engine: figures[engine])
-    bench_step.main(["--engine", "all", "--model", str(tiny_llama)])
+    monkeypatch.setattr(
+        bench_step, "launch", lambda options, engine: figures[engine, options.ranks, options.peer_settings]
+    )
+    bench_step.main(["--engine", "all", "--ranks", "2", "--model", str(tiny_llama)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report == figures | {"skipped": {}, "speed_vs_trl": 3.5, "memory_vs_trl": 0.25}
+    speeds = {"speed_vs_trl": 3.5, "memory_vs_trl": 0.25, "speed_vs_trl_defaults": 4.5, "memory_vs_trl_defaults": 0.5}
+    reports = dict(zip(("hybrid", "trl", "trl_defaults"), figures.values(), strict=True))
+    assert report == reports | speeds | {"skipped": {}}
