@@ -25,7 +25,6 @@ from hybrid.inference.requests import Prompts, encode, one_each, require_positio
 from hybrid.inference.sequence import Completion
 from hybrid.memory_plan import memory_plan
 from hybrid.models.families import head_dim
-from hybrid.models.fused_norms import FusedNorms
 from hybrid.models.heads import TokenScores, exact_forward
 from hybrid.models.loading import DType, load_tokenizer, open_causal_lm, resolve_model
 from hybrid.models.plans import tensor_parallel_plan
@@ -123,7 +122,7 @@ class HybridEngine:
             module, mesh, zero=zero or ZeroConfig(), optim=optim, plan=self._plan, weights=weights
         )
         self._tensor_parallel = TensorParallelHooks(module, self._plan, mesh)
-        self._packed, self._norms = PackedLinears(module), FusedNorms(module)
+        self._packed = PackedLinears(module)
         if self.inference.exact:
             require_exact(module, mesh, self.dtype, self.inference.block_size)
         self.mode = Mode.TRAIN
@@ -279,7 +278,6 @@ class HybridEngine:
             self._generator.close()
             self._generator = None
         self._packed.drop()
-        self._norms.drop()
         self._tensor_parallel.enabled = False
         self.model.schedule.generating = False
         self.model.settle()
@@ -289,8 +287,6 @@ class HybridEngine:
         try:
             if PackedLinears.wanted(self.inference, self.dtype, self.device):
                 self._packed.pack()
-            if self.device.type == "cpu" and not self.inference.exact:  # its sums are in another order than torch's
-                self._norms.install()
             self._num_blocks = self._count_blocks()
             return Generator(
                 self.module,

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from ops import attention_cpu
+from ops import attention_cpu, varlen_cpu
 from ops.attention_torch import paged_attention_torch, varlen_attention_torch
 from ops.paged import PagedBatch
 from ops.prefixes import Prefixes
@@ -110,6 +110,9 @@ def varlen_attention(
     options = {"scale": scale, "window": window, "softcap": softcap}
     if exact:
         return attention_cpu.varlen_attention_cpu(query, key, value, cu_seqlens, prefixes, **options)
+    if _allows("cpu") and varlen_cpu.takes(query, key, value):
+        indices = None if prefixes is None else prefixes.indices
+        return varlen_cpu.varlen_attention(query, key, value, cu_seqlens, indices, **options)
     if not _flash_takes(query):
         return varlen_attention_torch(query, key, value, cu_seqlens, prefixes, **options)
     from flash_attn import flash_attn_varlen_func

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ops import cpu
-from ops.attention_torch import varlen_attention_torch
+from ops import cpu, varlen_cpu
 from ops.paged import PagedBatch
 from ops.prefixes import Prefixes
 
@@ -107,7 +106,7 @@ def varlen_attention_cpu(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """See ``ops.attention.varlen_attention``: the bits of ``paged_attention_cpu``; the gradient is the reference's."""
+    """See ``ops.attention.varlen_attention``: the bits of ``paged_attention_cpu``; the gradient is ``varlen_cpu``'s."""
     return _VarlenAttention.apply(query, key, value, cu_seqlens, prefixes, scale, window, softcap)
 
 
@@ -124,8 +123,9 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor):
         *tensors, cu_seqlens = ctx.saved_tensors
         query, key, value = (tensor.detach().requires_grad_() for tensor in tensors)
+        prefixes = None if ctx.prefixes is None else ctx.prefixes.indices
         with torch.enable_grad():
-            output = varlen_attention_torch(query, key, value, cu_seqlens, ctx.prefixes, **ctx.options)
+            output = varlen_cpu.varlen_attention(query, key, value, cu_seqlens, prefixes, **ctx.options)
         return (*torch.autograd.grad(output, (query, key, value), grads), None, None, None, None, None)
 
 

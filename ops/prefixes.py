@@ -17,9 +17,7 @@ class Prefixes:
     """
 
     indices: torch.Tensor  # (S,) int32, the sequence that each goes on from; -1: it stands alone
-    key_rows: (
-        torch.Tensor
-    )  # (K,) int64, rows of the axis: of each sequence its prefix, then its own, end to end
+    key_rows: torch.Tensor  # (K,) int64, rows of the axis: of each sequence its prefix, then its own, end to end
     cu_seqlens_k: torch.Tensor  # (S + 1,) int32, where each sequence's keys start in them; the last entry is K
     max_seqlen_k: int
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hybrid.config import OptimConfig, ZeroConfig
 from hybrid.models.flops import ForwardCost, forward_cost
+from hybrid.models.fused_layers import fuse_layers
 from hybrid.models.heads import TokenScores, token_logprobs, token_loss, token_values
 from hybrid.models.loading import OpenedModel
 from hybrid.models.plans import ModelPlan, whole_plan
@@ -69,6 +70,8 @@ class ShardedModel:
             module.requires_grad_(False)
         self.zero = zero if optim is not None else frozen_settings(zero)
         module.eval()  # dropout would make the sampled and the trained function differ
+        if mesh.device.type == "cpu":
+            fuse_layers(module)
         self.weights_version = 0
         self._warn_of_ignored_settings()
         self._agreement = Agreement(mesh, type(module).__name__)

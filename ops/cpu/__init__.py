@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-_SOURCES = ("attention.cpp", "logprob.cpp", "norm.cpp", "sampling.cpp")
+_SOURCES = ("attention.cpp", "logprob.cpp", "norm.cpp", "sampling.cpp", "swiglu.cpp", "varlen.cpp")
 _HEADERS = ("vector.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
 
@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | None:
 
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"generation on the CPU runs in plain torch, which is slower: {reason}; HYBRID_CPU_KERNELS=0 silences this",
+        f"the CPU runs in plain torch, which is slower: {reason}; HYBRID_CPU_KERNELS=0 silences this",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -139,8 +139,9 @@ def every_stage_on_every_grid(world_size):
                 assert losses == pytest.approx([losses[mesh.rank] for losses in plain_losses], **tolerance), what
                 assert norms == pytest.approx(plain_norms, **tolerance), what
                 for parameter, master in masters.items():
-                    # In bf16 a gradient's sign may be rounding, and Adam makes a whole step of it.
-                    bound = 1e-5 if exact else 2.5e-3 * STEPS
+                    # In bf16 a gradient's sign may be rounding, and Adam makes a whole step of it. In fp32 that shows
+                    # where a gradient is near 0: the plain loop itself is up to 8e-5 from what it is in fp64.
+                    bound = 1e-4 if exact else 2.5e-3 * STEPS
                     for other in (theirs[2], plain_masters):
                         far = (master - other[parameter]).abs().max().item()
                         assert far < bound, f"{what}: {parameter} is off by {far}"

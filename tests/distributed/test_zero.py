@@ -69,7 +69,11 @@ def train_like_the_plain_loop(tp_size, zero, overrides):
         assert model.step().grad_norm == pytest.approx(norms[step], rel=1e-4)
     weights = dict(expected.named_parameters())
     for name, weight in model.state.stream():
-        torch.testing.assert_close(weight, weights[name].data, atol=5e-6, rtol=1e-4, msg=name)
+        # A gradient near 0 is rounding for the most part, and Adam makes a whole step of it: the plain loop is up to
+        # 8e-5 from what it is in fp64, in one number of a weight.
+        other = weights[name].data
+        torch.testing.assert_close(weight, other, atol=1e-4, rtol=1e-4, msg=name)
+        assert ((weight - other).abs() > 5e-6 + 1e-4 * other.abs()).sum() <= 2, name
     if zero.stage == 3 and mesh.world_size > 1:
         moving = [group for group in model.groups if group.resting is Level.SHARD]
         held = sum(group.shard.numel() for group in moving) * mesh.world_size
