@@ -32,7 +32,7 @@ from hybrid.models.prepacked import PackedLinears
 from hybrid.zero.partition import find_layers, frozen_settings, plan_groups
 from hybrid.zero.rehearsal import GroupSizes, PeakBytes, rehearse_training
 from ops import cpu
-from ops.logprob import _CHUNK_ELEMENTS
+from ops.logprob import CHUNK_ELEMENTS, CHUNK_ELEMENTS_IN_PLACE
 
 NOT_COUNTED = (
     "activations, temporary tensors of autograd and of the optimizer's step, buffers of collectives, "
@@ -231,17 +231,21 @@ def _find_config(model: PreTrainedConfig | str | Path) -> PreTrainedConfig:
 def _head_bytes(module: PreTrainedModel, max_tokens: int, *, on_cpu: bool) -> int:
     """What `ops.logprob` works with: a chunk of logits and one of their probabilities, in fp32; in a backward also the
     chunk's gradient in the compute dtype, and the weight's gradient, summed in fp32 and then cast. Kernels on a CPU
-    work in the memory of plain logits."""
+    work in the memory of plain logits, and the first chunk of them is kept for the backward."""
     head = output_head(module)
     weight = head.weight
-    logits = min(max_tokens, max(1, _CHUNK_ELEMENTS // len(weight))) * len(weight)
-    narrow = weight.itemsize if weight.dtype != torch.float32 else 0
+    trains, size = weight.requires_grad, weight.itemsize
+    narrow = size if weight.dtype != torch.float32 else 0
     in_place = on_cpu and head.scale == 1 and head.softcap is None and cpu.library() is not None
+    limit = max(1, (CHUNK_ELEMENTS_IN_PLACE if in_place else CHUNK_ELEMENTS) // len(weight))
+    logits = min(max_tokens, limit) * len(weight)
+    is_one_chunk = max_tokens <= limit
     if in_place:
-        size = logits * weight.itemsize
+        chunks = logits * size * (1 if is_one_chunk or not trains else 2)
     else:
-        size = logits * (2 * _FP32 + (narrow if weight.requires_grad else 0))
-    return size + (weight.numel() * (_FP32 + narrow) if weight.requires_grad else 0)
+        chunks = logits * (2 * _FP32 + (narrow if trains else 0))
+    gradient = weight.numel() * (size if is_one_chunk else _FP32 + narrow)
+    return chunks + (gradient if trains else 0)
 
 
 # -- what is held ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.peak import data_sheet_flops, measured_flops
+from ops.accumulate import accumulate
 
 Axis = str  # "world", "tensor", "slice", or one of those that `ParallelMesh.slicing` names
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -458,7 +459,7 @@ class PendingSum:
     def wait(self, mesh: ParallelMesh) -> None:
         mesh.wait(self._works)
         for piece in self._pieces:
-            self._total.add_(piece)
+            accumulate(self._total, piece)
         self._works, self._pieces, self._keep = [], [], None
 
 

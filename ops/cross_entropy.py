@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from ops.accumulate import accumulate
 from ops.logprob import WEIGHT_ROWS_CPU, _chunks, _wide
 
 # Logits alive at once where the caller does not say. On a CPU 64 MiB in fp32 already give the products enough rows; on
@@ -73,7 +74,7 @@ class _Gradients:
         elif self.weight is not None:
             step = WEIGHT_ROWS_CPU if hidden.device.type == "cpu" else len(self.weight)
             for part in _chunks(len(self.weight), step):
-                self.weight[part] += grad[:, part].t() @ hidden
+                accumulate(self.weight[part], grad[:, part].t() @ hidden)
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
 

@@ -2,7 +2,8 @@
 
 The logits of a batch are its largest tensor by far: 16k tokens over a vocabulary of 128k are 8 GiB in fp32, and plain
 autograd keeps several of them. Here they exist for a chunk of rows at a time, in the forward and again, recomputed, in
-the backward.
+the backward. Where kernels work in the logits' own memory the first chunk, which may be all of a small batch, is kept
+from the one to the other.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ops import logprob_cpu
+from ops.accumulate import accumulate
 from ops.sampling_cdf import block_sums, row_maxima, target_logprobs
 
 # Logits alive at once where the caller does not say: 128 MiB in fp32, which still gives the matmul hundreds of rows.
-_CHUNK_ELEMENTS = 2**25
+CHUNK_ELEMENTS = 2**25
+# Of logits in the compute dtype that kernels work in: as many bytes, in bf16.
+CHUNK_ELEMENTS_IN_PLACE = 2**26
 # Rows of the weight whose gradient is rounded to bf16 before it is added: few enough to stay in a CPU's cache.
 WEIGHT_ROWS_CPU = 1024
 
@@ -66,15 +70,18 @@ class _Logits:
 
 class _LinearLogprobEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, to_logits, chunk_rows):
+    def forward(ctx, hidden, weight, bias, targets, to_logits, chunk_rows, keeps_chunk):
         logprobs = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         log_normaliser = torch.empty_like(logprobs)
         cast_weight = weight.to(hidden.dtype)
+        ctx.first_product = None
         for rows in _chunks(hidden.shape[0], chunk_rows):
             product = to_logits.product(hidden[rows], cast_weight, bias)
             if to_logits.is_plain and logprob_cpu.takes(product):
                 found = logprob_cpu.statistics(product, targets[rows], to_logits.temperature)
+                if keeps_chunk and rows.start == 0:
+                    ctx.first_product = product
             else:
                 found = _statistics(to_logits(product), targets[rows], to_logits.temperature)
             logprobs[rows], entropy[rows], log_normaliser[rows] = found
@@ -89,14 +96,16 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, log_normaliser = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 6
-        # Chunks add up: in bf16 a sum of many would lose its small terms.
+            return (None,) * 7
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if need_weight else None
+        grad_weight = _WeightGradient(weight, hidden) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if need_bias else None
         cast_weight = weight.to(hidden.dtype)
         for rows in _chunks(hidden.shape[0], ctx.chunk_rows):
-            product = ctx.to_logits.product(hidden[rows], cast_weight, bias)
+            # Its memory becomes the gradient's, so a second backward computes it again.
+            product, ctx.first_product = ctx.first_product, None
+            if product is None:
+                product = ctx.to_logits.product(hidden[rows], cast_weight, bias)
             grad = _product_gradient(
                 product,
                 ctx.to_logits,
@@ -108,22 +117,42 @@ class _LinearLogprobEntropy(torch.autograd.Function):
             )
             if grad_hidden is not None:
                 torch.mm(grad, cast_weight, out=grad_hidden[rows])
-            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
-                grad_weight.addmm_(grad.t(), hidden[rows])
-            elif grad_weight is not None:
-                step = WEIGHT_ROWS_CPU if hidden.device.type == "cpu" else len(weight)
-                for part in _chunks(len(weight), step):
-                    grad_weight[part] += grad[:, part].t() @ hidden[rows]
+            if grad_weight is not None:
+                grad_weight.add(grad, rows)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_weight is None else grad_weight.total(),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
+
+
+class _WeightGradient:
+    """The sum of ``grad.T @ hidden`` over chunks of rows: in bf16 a sum of many would lose its small terms, so that it
+    is in fp32 as soon as there is a second."""
+
+    def __init__(self, weight: torch.Tensor, hidden: torch.Tensor) -> None:
+        self._weight, self._hidden = weight, hidden
+        self._sum: torch.Tensor | None = None
+
+    def add(self, grad: torch.Tensor, rows: slice) -> None:
+        hidden = self._hidden[rows]
+        if rows == slice(0, len(self._hidden)):
+            self._sum = grad.t() @ hidden
+            return
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._weight, dtype=_wide(self._weight.dtype))
+        if self._sum.dtype == grad.dtype:
+            self._sum.addmm_(grad.t(), hidden)
+            return
+        step = WEIGHT_ROWS_CPU if hidden.device.type == "cpu" else len(self._weight)
+        for part in _chunks(len(self._weight), step):
+            accumulate(self._sum[part], grad[:, part].t() @ hidden)
+
+    def total(self) -> torch.Tensor:
+        return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
 
 
 def linear_logprob_entropy(
@@ -152,7 +181,8 @@ def linear_logprob_entropy(
         bias: (V,) the LM head's bias.
         softcap: Gemma 2's ``final_logit_softcapping``.
         logit_scale: what a family multiplies its logits by.
-        chunk_rows: rows whose logits are alive at once; by default equal chunks of at most 2**25 logits.
+        chunk_rows: rows whose logits are alive at once; by default equal chunks of at most 2**25 logits, 2**26
+            where kernels on a CPU work in their memory.
 
     Returns:
         ``logprobs`` (R,) and ``entropy`` (R,) in nats, fp32.
@@ -170,13 +200,17 @@ def linear_logprob_entropy(
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one (1.0 for greedy sampling)")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None for no cap")
+    to_logits = _Logits(temperature, softcap, logit_scale)
     if chunk_rows is None:
-        num_chunks = -(-num_rows // max(1, _CHUNK_ELEMENTS // vocab_size))
+        is_in_place = to_logits.is_plain and logprob_cpu.takes(hidden)
+        limit = CHUNK_ELEMENTS_IN_PLACE if is_in_place else CHUNK_ELEMENTS
+        num_chunks = -(-num_rows // max(1, limit // vocab_size))
         chunk_rows = -(-num_rows // max(1, num_chunks)) or 1
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
-    to_logits = _Logits(temperature, softcap, logit_scale)
-    return _LinearLogprobEntropy.apply(hidden, weight, bias, targets, to_logits, chunk_rows)
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+    keeps_chunk = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    return _LinearLogprobEntropy.apply(hidden, weight, bias, targets, to_logits, chunk_rows, keeps_chunk)
 
 
 def linear_logprob_entropy_reference(

@@ -27,6 +27,7 @@ from hybrid.models.source import TensorWeights, WeightSource
 from hybrid.parallel import ParallelMesh, PendingSum
 from hybrid.zero.level import Level, LevelError, check_move
 from hybrid.zero.partition import GroupPlan
+from ops.accumulate import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +349,7 @@ class ParamGroup:
             return 0
         numel = grads.numel()
         if self._whole_sum is not None:
-            self._whole_sum.add_(grads)
+            accumulate(self._whole_sum, grads)
         else:
             self._whole_sum = grads if reduce else grads.float()
         del grads  # or they would live beside what the reduction makes of them

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-_SOURCES = ("attention.cpp", "logprob.cpp", "norm.cpp", "sampling.cpp", "swiglu.cpp", "varlen.cpp")
+_SOURCES = ("accumulate.cpp", "attention.cpp", "logprob.cpp", "norm.cpp", "sampling.cpp", "swiglu.cpp", "varlen.cpp")
 _HEADERS = ("vector.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
 

@@ -163,3 +163,14 @@ def test_shapes_that_do_not_fit():
     hidden, weight, _, targets = _inputs()
     with pytest.raises(ValueError, match="do not fit each other"):
         linear_logprob_entropy(hidden, weight, targets[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_rows", [4, 11])
+def test_a_second_backward_computes_again_what_the_first_used_up(dtype, chunk_rows):
+    hidden, weight, _, targets = _inputs(rows=11, hidden=32, vocab=101, dtype=dtype)
+    logprobs, entropy = linear_logprob_entropy(hidden, weight, targets, chunk_rows=chunk_rows)
+    loss = logprobs.sum() + 0.5 * entropy.sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
