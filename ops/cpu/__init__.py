@@ -15,11 +15,12 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCES = ("accumulate.cpp", "attention.cpp", "logprob.cpp", "norm.cpp", "sampling.cpp", "swiglu.cpp", "varlen.cpp")
 _HEADERS = ("vector.h",)
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
 
 
 @functools.cache
@@ -58,8 +59,15 @@ def _compiled(compiler: str) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
-            sources = [str(here / name) for name in _SOURCES]
-            subprocess.run([compiler, *_FLAGS, *sources, "-o", str(made)], check=True, capture_output=True, text=True)
+            objects = [str(Path(scratch) / f"{name}.o") for name in _SOURCES]
+            commands = [["-c", str(here / name), "-o", each] for name, each in zip(_SOURCES, objects, strict=True)]
+
+            def run(arguments: list[str]) -> None:
+                subprocess.run([compiler, *_FLAGS, *arguments], check=True, capture_output=True, text=True)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(run, commands))
+            run(["-shared", *objects, "-o", str(made)])
             made.replace(target)  # at once: ranks that compile at the same time overwrite each other with the same
     return target
 
