@@ -39,6 +39,7 @@ def pack_groups(
     """`pack` for sequences of which those of a group begin alike, with tokens that a micro-batch computes once.
 
     A group stays together where it fits the budget; otherwise it is split, and its common tokens are computed again.
+    Sequences that share nothing are no group.
 
     Args:
         num_shared: how many of each sequence's tokens are its group's, the same in all of a group.
@@ -47,9 +48,9 @@ def pack_groups(
     Returns:
         As `pack` does.
     """
-    members_of: dict[int, list[int]] = {}
+    members_of: dict[tuple[int, ...], list[int]] = {}
     for index, group in enumerate(groups):
-        members_of.setdefault(group, []).append(index)
+        members_of.setdefault((group,) if num_shared[index] else (group, index), []).append(index)
     pieces: list[list[int]] = []
     for members in members_of.values():
         own = [lengths[i] - num_shared[i] for i in members]

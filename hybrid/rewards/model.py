@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid.data.packing import pack
+from hybrid.data.packing import pack_groups
 from hybrid.models.ragged import RaggedBatch
 from hybrid.rewards.protocol import RewardOutput
 
@@ -59,7 +59,7 @@ class ModelReward:
         messages = columns.get("messages") or [None] * len(prompts)
         ended = [bool(ids) and ids[-1] in self.end_ids for ids in completion_ids]
         sequences = [self._encode(*sample) for sample in zip(prompts, completions, ended, messages, strict=True)]
-        rewards = self._values(sequences)
+        rewards = self._values(sequences, _common_beginnings(prompts, sequences))
         return RewardOutput(rewards, {self.name: rewards})
 
     def _encode(self, prompt: str, completion: str, ended: bool, messages: list[dict[str, Any]] | None) -> list[int]:
@@ -88,18 +88,45 @@ class ModelReward:
         return ids[-self.max_length :]
 
     @torch.no_grad()
-    def _values(self, sequences: list[list[int]]) -> list[float | None]:
+    def _values(self, sequences: list[list[int]], num_common: list[int]) -> list[float | None]:
         # A value belongs to the token after its state, so each sequence ends in a token that is never looked at: the
         # state scored is that of the last real token.
         extended = [[*ids, ids[-1]] for ids in sequences]
-        groups = pack([len(ids) for ids in extended], self.max_tokens_per_microbatch)
+        lengths = [len(ids) for ids in extended]
+        if not self.model.can_share_prefixes:
+            num_common = [0] * len(sequences)
+        numbers: dict[tuple[int, ...], int] = {}
+        beginnings = [tuple(ids[:count]) for ids, count in zip(sequences, num_common, strict=True)]
+        numbered = [numbers.setdefault(beginning, len(numbers)) for beginning in beginnings]
+        groups = pack_groups(lengths, num_common, numbered, self.max_tokens_per_microbatch)
         mesh = self.model.mesh
         (rounds,) = mesh.reduce_scalars([len(groups)], "max")  # every rank takes part in every forward
         rewards: list[float | None] = [None] * len(sequences)
         with self.model.resident():
             for number in range(int(rounds)):
                 group = groups[number] if number < len(groups) else []
-                batch = RaggedBatch.from_sequences([extended[i] for i in group], [1] * len(group), mesh.device)
+                batch = RaggedBatch.from_sequences(
+                    [extended[i] for i in group],
+                    [1] * len(group),
+                    mesh.device,
+                    num_shared=[num_common[i] for i in group],
+                )
                 for index, value in zip(group, self.model.values(batch).tolist(), strict=True):
                     rewards[index] = value
         return rewards
+
+
+def _common_beginnings(prompts: list[str], sequences: list[list[int]]) -> list[int]:
+    """How many first tokens each sequence has in common with all others of its prompt; none where it is the only one.
+
+    Ids are compared, since where a completion's text begins is not where a token does.
+    """
+    groups: dict[str, list[list[int]]] = {}
+    for prompt, ids in zip(prompts, sequences, strict=True):
+        groups.setdefault(prompt, []).append(ids)
+    common: dict[str, int] = {}
+    for prompt, members in groups.items():
+        first, last = min(members), max(members)  # what these two have in common all between them have
+        differs = (i for i, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+        common[prompt] = next(differs, len(first)) if len(members) > 1 else 0
+    return [common[prompt] for prompt in prompts]

@@ -25,7 +25,9 @@ def reward(tiny_reward_model: Path) -> ModelReward:
     resolved = resolve_model(str(tiny_reward_model))
     module = load_value_model(resolved, torch.float32, new_head=False)
     mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
-    model: Any = SimpleNamespace(mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch))
+    model: Any = SimpleNamespace(
+        mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch), can_share_prefixes=True
+    )
     return ModelReward(model, load_tokenizer(resolved), max_tokens_per_microbatch=20)
 
 
@@ -42,6 +44,23 @@ def test_plain_text(reward: ModelReward, tiny_reward_model: Path) -> None:
     expected = oracle(tiny_reward_model, ["one two", "a longer one three", "x"])
     assert output.rewards == pytest.approx(expected, abs=1e-5)
     assert output.parts == {"reward_model": output.rewards}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_completions_of_a_prompt_have_in_common_is_computed_once(
+    reward: ModelReward, tiny_reward_model: Path, shares: bool
+) -> None:
+    computed: list[int] = []
+    values = reward.model.values
+    reward.model.can_share_prefixes = shares
+    reward.model.values = lambda batch: computed.append(batch.num_tokens) or values(batch)
+    reward.max_tokens_per_microbatch = 200
+    prompts, completions = ["a prompt ", "else ", "a prompt ", "a prompt "], ["two", "two", "twenty", "two"]
+    output = reward.score(prompts, completions, [[9]] * 4, {})
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    assert output.rewards == pytest.approx(oracle(tiny_reward_model, texts), abs=1e-5)
+    alone = sum(len(reward.tokenizer.encode(text)) + 1 for text in texts)
+    assert sum(computed) == alone - 2 * len(reward.tokenizer.encode("a prompt tw")) * shares
 
 
 def test_messages_go_through_its_own_template(reward: ModelReward, tiny_reward_model: Path) -> None:
@@ -94,7 +113,9 @@ def test_the_actors_tokens_template_and_vocabulary_mean_nothing_to_it(tmp_path: 
     resolved = resolve_model(str(directory))
     module = load_value_model(resolved, torch.float32, new_head=False)
     mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
-    model: Any = SimpleNamespace(mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch))
+    model: Any = SimpleNamespace(
+        mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch), can_share_prefixes=True
+    )
     reward = ModelReward(model, load_tokenizer(resolved))
     # Ids and text of an actor with bytes for tokens and a template of its own.
     output = reward.score(["<|user|>Hi<|end|><|assistant|>"], ["Yo."], [[200, 250, 261]], {"messages": [QUESTION]})
@@ -112,7 +133,9 @@ def test_the_score_is_of_the_last_token_also_where_that_is_padding(tmp_path: Pat
     resolved = resolve_model(str(directory))
     module = load_value_model(resolved, torch.float32, new_head=False)
     mesh = SimpleNamespace(device="cpu", reduce_scalars=lambda values, op: values)
-    model: Any = SimpleNamespace(mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch))
+    model: Any = SimpleNamespace(
+        mesh=mesh, resident=nullcontext, values=lambda batch: token_values(module, batch), can_share_prefixes=True
+    )
     reward = ModelReward(model, load_tokenizer(resolved), end_ids=[9])
     # Ended by itself, cut off, and one that is nothing but its end.
     output = reward.score(["one ", "one ", "one "], ["two", "two", ""], [[5, 9], [5, 6], [9]], {})
