@@ -4,11 +4,11 @@
     python scripts/bench_step.py --model smollm2-135m --engine hybrid --dtype bf16
     ~/trl/bin/python scripts/bench_step.py --model ./model --engine trl
 
-A step: ``--num_prompts`` short sums, ``--num_samples`` completions each of exactly ``--new_tokens`` tokens (ends of
-sequences do not end them) at temperature 1, a rule as the reward, the log-probs of a reference that is a model of its
-own, and one update over all samples: clipped objective, the k3 estimate of the KL times 0.04 in the loss, gradients
-clipped to norm 1, AdamW at 1e-5. The prompts are the same in every step. One step to warm up, then the median of
-``--steps``. On a host nothing else may run meanwhile.
+A step: ``--num_prompts`` sums of ``--terms`` numbers, ``--num_samples`` completions each of exactly ``--new_tokens``
+tokens (ends of sequences do not end them) at temperature 1, a rule as the reward, the log-probs of a reference that is
+a model of its own, and one update over all samples: clipped objective, the k3 estimate of the KL times 0.04 in the
+loss, gradients clipped to norm 1, AdamW at 1e-5. The prompts are the same in every step. One step to warm up, then the
+median of ``--steps``. On a host nothing else may run meanwhile.
 
 ``trl`` samples with transformers' ``generate``, all completions of a rank in one batch. Samples and steps being
 aligned, it takes the old log-probs from the update's own forward. With ``--peer_settings fast`` it is set up by
@@ -88,12 +88,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_prompts", type=int, default=16)
     parser.add_argument("--num_samples", type=int, default=4, help="completions of each prompt")
     parser.add_argument("--new_tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--terms", type=int, nargs=2, default=(3, 8), help="fewest and most numbers of a sum")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="processes of an engine")
     parser.add_argument("--peer_ranks", type=int, default=1, help="all: processes of trl")
     parser.add_argument("--threads", type=int, default=0, help="of each process; 0: all cores, shared by the ranks")
     parser.add_argument("--max_tokens_per_microbatch", type=int, default=2048, help="hybrid: see PPOConfig")
+    parser.add_argument("--share_prompts", action=argparse.BooleanOptionalAction, default=True, help="hybrid: the same")
     parser.add_argument("--peer_batch", type=int, default=16, help="trl: samples per forward and backward of a rank")
     parser.add_argument("--peer_python", default=sys.executable, help="the interpreter trl is installed for")
     parser.add_argument("--peer_settings", choices=["fast", "defaults"], default="fast", help="trl: see above")
@@ -106,6 +108,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     }.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; set it to at least {least}")
+    if not 1 <= options.terms[0] <= options.terms[1]:
+        parser.error(f"--terms is {options.terms[0]} {options.terms[1]}; the first is at least 1, the second no less")
     samples = options.num_prompts * options.num_samples
     options.peer_batch = min(options.peer_batch, samples)
     peer_ranks = options.peer_ranks if options.engine == "all" else options.ranks
@@ -127,9 +131,9 @@ def threads_of(options: argparse.Namespace) -> int:
 
 
 def questions(options: argparse.Namespace) -> list[str]:
-    """Sums of three to eight numbers as plain text, of about 20 to 40 tokens."""
+    """Sums as plain text: of three to eight numbers about 20 to 40 tokens."""
     draw = random.Random(options.seed)
-    counts = [draw.randint(3, 8) for _ in range(options.num_prompts)]
+    counts = [draw.randint(*options.terms) for _ in range(options.num_prompts)]
     sums = [" + ".join(str(draw.randint(10, 99)) for _ in range(count)) for count in counts]
     return [f"What is {each}? The answer is" for each in sums]
 
@@ -197,7 +201,9 @@ def hybrid_engine(options: argparse.Namespace) -> Engine:
             kl_coef=KL_COEF,
             kl_estimator="k3",
             kl_in="loss",
+            max_prompt_length=16 * (options.terms[1] + 1),  # more than a tokenizer makes of them
             max_completion_length=options.new_tokens,
+            share_prompts=options.share_prompts,
             max_tokens_per_microbatch=options.max_tokens_per_microbatch,
             seed=options.seed,
         ),
@@ -237,7 +243,8 @@ def hybrid_engine(options: argparse.Namespace) -> Engine:
         return peak
 
     def report() -> dict[str, Any]:
-        return {"torch": torch.__version__, "max_tokens_per_microbatch": options.max_tokens_per_microbatch}
+        settings = {name: getattr(options, name) for name in ("max_tokens_per_microbatch", "share_prompts")}
+        return {"torch": torch.__version__, **settings}
 
     return Engine(lambda: [run_step() for _ in range(options.steps + 1)], peak_memory, report, mesh.is_main)
 
@@ -443,7 +450,8 @@ def launch(options: argparse.Namespace, engine: str) -> dict[str, Any]:
         command += [f"--{name}", str(getattr(options, name))]
     for name in ("threads", "max_tokens_per_microbatch", "peer_batch", "peer_settings"):
         command += [f"--{name}", str(getattr(options, name))]
-    command += ["--tune_peers"] * options.tune_peers
+    command += ["--terms", *map(str, options.terms)]
+    command += ["--no-share_prompts"] * (not options.share_prompts) + ["--tune_peers"] * options.tune_peers
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": str(threads_of(options))}
     if engine == "trl" and options.tune_peers:
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}

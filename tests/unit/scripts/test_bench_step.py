@@ -16,6 +16,7 @@ SMALL = ("--dtype", "fp32", "--num_prompts", "3", "--num_samples", "2", "--new_t
     ("words", "message"),
     [
         (["--num_samples", "1"], "--num_samples is 1; set it to at least 2"),
+        (["--terms", "5", "3"], "--terms is 5 3; the first is at least 1, the second no less"),
         (["--steps", "0"], "--steps is 0; set it to at least 1"),
         (["--engine", "trl", "--ranks", "3"], "3 ranks of 16 samples (--peer_batch) do not divide the 64"),
         (["--engine", "all", "--peer_ranks", "3"], "3 ranks of 16 samples (--peer_batch) do not divide the 64"),
