@@ -88,9 +88,10 @@ def varlen_attention(
     prefixes: Prefixes | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    exact: bool = False,
 ) -> torch.Tensor:
     """Causal self-attention of S sequences laid end to end; differentiable.
+
+    By the kernels for CPUs a token has the bits that ``paged_attention`` gives it.
 
     Args:
         query: (N, q_heads, head_dim).
@@ -102,14 +103,11 @@ def varlen_attention(
         prefixes: whose tokens a sequence sees before its own; None: nobody's.
         window: keys a query sees, itself included; None for all.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        exact: have the bits that ``paged_attention`` gives each token on a CPU. Its compiled kernels are needed.
 
     Returns:
         (N, q_heads, head_dim)
     """
     options = {"scale": scale, "window": window, "softcap": softcap}
-    if exact:
-        return attention_cpu.varlen_attention_cpu(query, key, value, cu_seqlens, prefixes, **options)
     if _allows("cpu") and varlen_cpu.takes(query, key, value):
         indices = None if prefixes is None else prefixes.indices
         return varlen_cpu.varlen_attention(query, key, value, cu_seqlens, indices, **options)

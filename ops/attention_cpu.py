@@ -1,22 +1,18 @@
 """Attention on a CPU by the compiled kernels of ``ops/cpu/attention.cpp``.
 
-A token's result has the same bits whatever is attended beside it: in a chunk or decoding, over KV blocks or over keys
-laid end to end. That is what lets generation and training agree exactly.
+A token's result has the same bits whatever is attended beside it, in a chunk or decoding, and those that it has in
+training (see ``ops.varlen_cpu``). That is what lets the two agree exactly.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
-from ops import cpu, varlen_cpu
+from ops import cpu
 from ops.paged import PagedBatch
-from ops.prefixes import Prefixes
 
-TILE = 64  # keys the kernel takes at a time
 LANES = 16  # keys of a block lie this many to a vector
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -93,70 +89,6 @@ def write_kv_cpu(
         *(ctypes.c_void_p(each.data_ptr()) for each in (key, value, batch.slot_blocks, batch.slot_offsets)),
         *map(ctypes.c_int64, (batch.num_tokens, *key.stride()[:2], *value.stride()[:2])),
     )
-
-
-def varlen_attention_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    prefixes: Prefixes | None = None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """See ``ops.attention.varlen_attention``: the bits of ``paged_attention_cpu``; the gradient is ``varlen_cpu``'s."""
-    return _VarlenAttention.apply(query, key, value, cu_seqlens, prefixes, scale, window, softcap)
-
-
-class _VarlenAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query, key, value, cu_seqlens, prefixes, scale, window, softcap):
-        ctx.save_for_backward(query, key, value, cu_seqlens)
-        ctx.options = {"scale": scale, "window": window, "softcap": softcap}
-        ctx.prefixes = prefixes
-        key_cache, value_cache, batch = _as_cache(key, value, cu_seqlens, prefixes)
-        return paged_attention_cpu(query, key_cache, value_cache, batch, **ctx.options)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        *tensors, cu_seqlens = ctx.saved_tensors
-        query, key, value = (tensor.detach().requires_grad_() for tensor in tensors)
-        prefixes = None if ctx.prefixes is None else ctx.prefixes.indices
-        with torch.enable_grad():
-            output = varlen_cpu.varlen_attention(query, key, value, cu_seqlens, prefixes, **ctx.options)
-        return (*torch.autograd.grad(output, (query, key, value), grads), None, None, None, None, None)
-
-
-def _as_cache(
-    key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, prefixes: Prefixes | None
-) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Sequences laid end to end as blocks of a tile each: copies, since the kernel reads whole tiles."""
-    query_lens, cu_seqlens_k = cu_seqlens.diff().long(), cu_seqlens
-    if prefixes is not None:
-        key, value, cu_seqlens_k = key[prefixes.key_rows], value[prefixes.key_rows], prefixes.cu_seqlens_k
-    lengths = cu_seqlens_k.diff().long()
-    blocks = (lengths + TILE - 1) // TILE
-    first = pad(blocks.cumsum(0), (1, 0))
-    # Where each key goes: its sequence's first block, and its place in the sequence from there.
-    places = torch.arange(key.shape[0]) + torch.repeat_interleave(first[:-1] * TILE - cu_seqlens_k[:-1], lengths)
-    num_blocks = int(first[-1])
-
-    def spread(tensor: torch.Tensor) -> torch.Tensor:
-        spread_out = tensor.new_zeros(num_blocks * TILE, *tensor.shape[1:]).index_copy_(0, places, tensor)
-        return spread_out.view(num_blocks, TILE, *tensor.shape[1:])
-
-    tables = torch.minimum(first[:-1, None] + torch.arange(int(blocks.max())), first[1:, None] - 1)
-    batch = PagedBatch.build(
-        query_lens.numpy(),
-        lengths.numpy(),
-        tables.numpy(),
-        block_size=TILE,
-        num_kv_heads=key.shape[1],
-        device=key.device,
-    )
-    return spread(key).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), spread(value), batch
 
 
 def _cache_call(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Call:

@@ -1,7 +1,8 @@
 """Causal attention of whole sequences for training on a CPU, by the kernels of ``ops/cpu/varlen.cpp``.
 
 One op, ``torch.ops.hybrid.varlen_attention``, so that what looks at ops by name (selective activation checkpointing)
-sees an attention and keeps its result. Its arithmetic is fp32, whatever the tensors hold.
+sees an attention and keeps its result. Its arithmetic is fp32, whatever the tensors hold, and a token's result has the
+bits of ``ops.attention_cpu``'s, whether its prefix is shared or not.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from hybrid.models.families import head_dim
 from hybrid.models.heads import output_head
 from hybrid.parallel import ParallelMesh
-from ops import attention_cpu
+from ops import attention_cpu, varlen_cpu
 from ops.attention import key_layout
 
 
@@ -19,6 +20,9 @@ def require_exact(module: PreTrainedModel, mesh: ParallelMesh, dtype: torch.dtyp
     """
     if mesh.tp_size > 1:
         raise ValueError(f"exact needs tp_size=1, whose products are the trainer's; tp_size is {mesh.tp_size}")
+    size = head_dim(module.config.get_text_config(decoder=True))
+    if size > varlen_cpu.MAX_HEAD_DIM:
+        raise ValueError(f"exact needs heads of at most {varlen_cpu.MAX_HEAD_DIM} dimensions; the model's have {size}")
     if key_layout(dtype, mesh.device, block_size) != "dim":
         compiler = "with" if attention_cpu.is_available() else "without"
         raise ValueError(

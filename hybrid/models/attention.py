@@ -48,7 +48,6 @@ class RaggedCall:
     cu_seqlens: torch.Tensor  # (S + 1,) int32, where each starts; the last entry is N
     max_seqlen: int
     prefixes: Prefixes | None = None  # whose tokens sequences see before their own; None: nobody's
-    exact: bool = False  # the bits that a PagedCall gives each token on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,6 @@ def hybrid_attention(
         output = varlen_attention(
             *(flat_q, flat_k, flat_v, call.cu_seqlens, call.max_seqlen),
             prefixes=call.prefixes,
-            exact=call.exact,
             **options,
         )
     else:

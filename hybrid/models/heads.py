@@ -142,7 +142,7 @@ def hidden_states(module: PreTrainedModel, batch: RaggedBatch) -> torch.Tensor:
         position_ids = torch.cat((position_ids, torch.arange(fill, device=position_ids.device)))
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + fill))
         prefixes = None if prefixes is None else prefixes.with_one_more(fill)
-    call = RaggedCall(cu_seqlens=cu_seqlens, max_seqlen=max(batch.max_seqlen, fill), prefixes=prefixes, exact=exact)
+    call = RaggedCall(cu_seqlens=cu_seqlens, max_seqlen=max(batch.max_seqlen, fill), prefixes=prefixes)
     with attention_call(call):
         output = body(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
     return output.last_hidden_state[0, : batch.num_tokens]

@@ -2,7 +2,9 @@
 //
 // Products are of fp32 blocks of a few dozen rows and columns, widened from what the tensors hold, by one micro-kernel.
 // The query heads of a KV head are rows beside each other: row r of a sequence is head r % group of token r / group.
-// Keys come in tiles of 64 of one sequence, so those of a prefix are laid out once for all that continue it.
+// Keys come in tiles of 64. In the forward they begin at multiples of 64 from where a sequence's prefix does, and are
+// gone through as attention.cpp does, so that a token has the bits that it has in generation; in the backward they are of
+// one sequence, so that those of a prefix are laid out once for all that continue it.
 
 #include <algorithm>
 #include <numeric>
@@ -12,7 +14,7 @@
 
 namespace {
 
-constexpr int TILE = 64;             // keys
+constexpr int64_t TILE = 64;         // keys
 constexpr int PARTS = TILE / LANES;
 constexpr int ROWS = 6;              // rows of a micro-kernel; 6 x 4 sums fill the registers
 constexpr int VECTORS = 4;
@@ -124,16 +126,26 @@ INLINE void transpose(vec *rows) {
     exchange<1>(rows);
 }
 
-// `count` tokens' heads, `row` elements apart, as (TILE, width), and as (width, TILE) with zeros behind the last token.
+// One head of some tokens, `row` elements apart: of `count` of a sequence, then of those of another one behind it.
+template <class T> struct Heads {
+    const T *first;
+    int64_t count;
+    const T *then;
+    int64_t row;
+
+    const T *operator[](int64_t i) const { return i < count ? first + i * row : then + (i - count) * row; }
+};
+
+// `count` tokens' heads as (TILE, width), and as (width, TILE) with zeros behind the last token.
 template <class T>
-void lay_out(const T *from, int64_t row, int64_t count, int64_t head_dim, float *straight, float *turned) {
+void lay_out(const Heads<T> &from, int64_t count, int64_t head_dim, float *straight, float *turned) {
     const int64_t width = (head_dim + LANES - 1) / LANES * LANES;
     for (int64_t first = 0; first < TILE; first += LANES)
         for (int64_t d = 0; d < width; d += LANES) {
             vec square[LANES];
             for (int64_t i = 0; i < LANES; i++) {
                 const int64_t token = first + i;
-                square[i] = token < count ? load_at(from + token * row, d, head_dim) : (vec){};
+                square[i] = token < count ? load_at(from[token], d, head_dim) : (vec){};
                 if (straight) store(straight + token * width + d, square[i]);
             }
             if (!turned) continue;
@@ -250,20 +262,20 @@ template <class T> void forward(const Call &c, const Stretch &rows, ForwardScrat
         const T *from = (const T *)c.query + token * c.query_row + head * c.query_head;
         for (int64_t d = 0; d < width; d += LANES) store(query + r * width + d, load_at(from, d, head_dim) * c.scale);
     });
-    const int64_t before = c.before(rows.sequence);
-    for (int64_t s : {c.prefix(rows.sequence), rows.sequence}) {
-        if (s < 0) continue;
-        const int64_t offset = s == rows.sequence ? before : 0;
-        for (int64_t first = 0; first < c.length(s); first += TILE) {
-            const int64_t start = offset + first, keys = std::min<int64_t>(TILE, c.length(s) - first);
-            if (Sight(c, rows, 0, rows.count, start, keys).empty()) continue;
-            const int64_t token = c.begin(s) + first;
-            lay_out((const T *)c.key + token * c.key_row + rows.head * c.key_head, c.key_row, keys, head_dim, nullptr,
-                    key);
-            lay_out((const T *)c.value + token * c.value_row + rows.head * c.value_head, c.value_row, keys, head_dim,
-                    value, nullptr);
-            attend(c, rows, scratch, key, value, start, keys);
-        }
+    const int64_t s = rows.sequence, before = c.before(s), prefix = before ? c.begin(c.prefix(s)) : 0;
+    for (int64_t start = 0; start < before + c.length(s); start += TILE) {
+        const int64_t keys = std::min(TILE, before + c.length(s) - start);
+        if (Sight(c, rows, 0, rows.count, start, keys).empty()) continue;
+        // Of the tile the tokens that are the prefix's, and where the others begin.
+        const int64_t shared = std::clamp<int64_t>(before - start, 0, keys);
+        const int64_t first = prefix + start, then = c.begin(s) + start + shared - before;
+        auto heads = [&](const void *tensor, int64_t row, int64_t head) {
+            const T *from = (const T *)tensor + rows.head * head;
+            return Heads<T>{from + first * row, shared, from + then * row, row};
+        };
+        lay_out(heads(c.key, c.key_row, c.key_head), keys, head_dim, nullptr, key);
+        lay_out(heads(c.value, c.value_row, c.value_head), keys, head_dim, value, nullptr);
+        attend(c, rows, scratch, key, value, start, keys);
     }
     rows.each(c, [&](int64_t r, int64_t token, int64_t head) {
         const float inverse = 1.0f / total[r];
@@ -290,10 +302,10 @@ struct Keys {
         std::fill(grad_key, grad_key + 2 * size, 0.f);
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t token = c.begin(s) + i * TILE, count = std::min<int64_t>(TILE, length - i * TILE);
-            lay_out((const T *)c.key + token * c.key_row + head * c.key_head, c.key_row, count, c.head_dim,
-                    key + i * tile, turned_key + i * tile);
-            lay_out((const T *)c.value + token * c.value_row + head * c.value_head, c.value_row, count, c.head_dim,
-                    (float *)nullptr, turned_value + i * tile);
+            const T *k = (const T *)c.key + token * c.key_row + head * c.key_head;
+            const T *v = (const T *)c.value + token * c.value_row + head * c.value_head;
+            lay_out(Heads<T>{k, count, k, c.key_row}, count, c.head_dim, key + i * tile, turned_key + i * tile);
+            lay_out(Heads<T>{v, count, v, c.value_row}, count, c.head_dim, nullptr, turned_value + i * tile);
         }
     }
     int64_t gradients() const { return 2 * ((length + TILE - 1) / TILE) * tile; } // floats from grad_key on

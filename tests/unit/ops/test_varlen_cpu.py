@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid.models.recompute import recompute_in_backward
 from ops import varlen_cpu
+from ops.attention_cpu import paged_attention_cpu
+from ops.paged import PagedBatch
 from ops.varlen_cpu import varlen_attention
 
 pytestmark = pytest.mark.skipif(not varlen_cpu.is_available(), reason="there is no C++ compiler")
@@ -240,3 +243,27 @@ def test_takes():
     assert not varlen_cpu.takes(query, key, value[..., :8])
     assert not varlen_cpu.takes(query.to("meta"), key.to("meta"), value.to("meta"))
     assert not varlen_cpu.takes(*(torch.zeros(2, 1, 272) for _ in range(3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 3.0}, {"window": 7, "softcap": 3.0}])
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (5, 1)])
+def test_a_token_has_the_bits_that_attention_over_kv_blocks_gives_it(dtype, options, heads):
+    lengths = (40, 1, 24, 100, 64, 65, 3, 130)
+    indices = (-1, 0, 0, 0, -1, 4, 4, -1)
+    query, key, value, _ = random_inputs(lengths, heads, 20, dtype)
+    options = {"scale": 0.3, "window": None, "softcap": None} | options
+    bounds = bounds_of(lengths)
+    output = varlen_attention(query, key, value, bounds, torch.tensor(indices, dtype=torch.int32), **options)
+    for sequence, prefix in enumerate(indices):
+        rows = [r for s in (prefix, sequence) if s >= 0 for r in range(bounds[s], bounds[s + 1])]
+        length, own = len(rows), lengths[sequence]
+        cache = torch.zeros(2, -(-length // 16), 16, heads[1], 20, dtype=dtype)
+        cache[0].flatten(0, 1)[:length], cache[1].flatten(0, 1)[:length] = key[rows], value[rows]
+        turned = cache[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # keys dimension by dimension
+        table = np.arange(cache.shape[1])[None]
+        batch = PagedBatch.build(
+            *(np.array([own]), np.array([length]), table), block_size=16, num_kv_heads=heads[1], device=query.device
+        )
+        paged = paged_attention_cpu(query[rows[length - own :]], turned, cache[1], batch, **options)
+        assert torch.equal(output[bounds[sequence] : bounds[sequence + 1]], paged), (sequence, prefix)
