@@ -1,12 +1,12 @@
-"""Norms and gated MLPs of a model on a CPU in one kernel each, forward and backward, in either mode.
+"""Norms, gated MLPs and rotary embeddings of a model on a CPU in one kernel each, forward and backward, in either mode.
 
-Written out in torch an RMS norm is six passes over its rows and SwiGLU two, with twice as many in the backward: a tenth
-of a decode step, and a twentieth of an update. What a family's module computes is not taken from its name: each is
-tried on random numbers first, and left alone if it does anything else.
+Written out in torch an RMS norm is six passes over its rows, SwiGLU two and a rotation five, with up to twice as many
+in the backward: a tenth of a decode step, and a twentieth of an update. What a family's module or function computes is
+not taken from its name: each is tried on random numbers first, and left alone if it does anything else.
 
 They keep less for the backward than the plain modules. Per token, of bytes in bf16: a norm its input, 2 for each of its
 elements in place of 6 (the input in fp32, and the normed values); an MLP gate, up and their product, 6 for each neuron
-in place of 8.
+in place of 8. A rotation keeps what it did: cosines and sines.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from hybrid.models.attention import current_call
 from hybrid.models.plans import EPSILONS
 from ops import cpu
 from ops.norm import rms_norm, rms_norm_reference, takes
+from ops.rotary import rotary
+from ops.rotary import takes as takes_rotary
 from ops.swiglu import swiglu
 
 # Projections of an MLP, and their sizes (in, out) when it is tried.
@@ -32,15 +38,19 @@ _PROJECTIONS = {"gate_proj": (8, 24), "up_proj": (8, 24), "down_proj": (24, 8)}
 
 @torch.no_grad()
 def fuse_layers(module: nn.Module) -> int:
-    """Have the RMS norms and the SwiGLU MLPs in ``module`` run on one kernel each where they are on a CPU. Idempotent.
+    """Have the RMS norms, the SwiGLU MLPs and the rotations in ``module`` run on one kernel each on a CPU. Idempotent.
 
-    Weights may be anywhere, the meta device included: they give their shapes alone.
+    Weights may be anywhere, the meta device included: they give their shapes alone. A rotation is a function in the
+    file of the model's family; what is put in its place there, for all models of the family, goes on to it outside
+    ``attention_call``.
 
     Returns:
-        how many modules do so now; none where there are no compiled kernels.
+        how many norms and MLPs do so now; none where there are no compiled kernels.
     """
     if cpu.library() is None:
         return 0
+    for name in {cls.__module__ for child in module.modules() for cls in type(child).__mro__}:
+        _fuse_rotation(name)
     formulas: dict[tuple[Any, ...], _Formula | None] = {}
     count = 0
     for child in module.modules():
@@ -166,6 +176,54 @@ def _is_swiglu(mlp: nn.Module) -> bool:
     expected = down(nn.functional.silu(gate(hidden)) * up(hidden))
     is_alike = isinstance(output, torch.Tensor) and output.shape == expected.shape
     return is_alike and torch.allclose(output, expected, rtol=1e-6, atol=1e-6)
+
+
+# -- rotations ---------------------------------------------------------------------------------------------------
+
+_ROTATION = "apply_rotary_pos_emb"  # what transformers' families call it
+_rotations: set[Callable[..., Any]] = set()  # those that are in place of a family's own
+
+
+def _fuse_rotation(file: str) -> None:
+    """Have the rotation among the global names of an imported file take the kernel where it can, if there is one."""
+    names = vars(sys.modules[file]) if file in sys.modules else {}
+    own = names.get(_ROTATION)
+    if isinstance(own, FunctionType) and own not in _rotations:
+        names[_ROTATION] = _rotation(own)
+
+
+@functools.cache
+def _rotation(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What goes in the place of a family's function: itself, if it never gives what `rotary` gives."""
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if _rotates_alike(own, dtype)]
+    if not dtypes:
+        return own
+
+    # Under its own name, by which functions are pickled.
+    @functools.wraps(own)
+    def rotation(*args: Any, **kwargs: Any) -> Any:
+        is_flat = current_call() is not None and len(args) == 4 and not kwargs
+        if is_flat and args[0].dtype in dtypes and takes_rotary(*args):
+            return rotary(*args)
+        return own(*args, **kwargs)
+
+    _rotations.add(rotation)
+    return rotation
+
+
+def _rotates_alike(own: Callable[..., Any], dtype: torch.dtype) -> bool:
+    """Whether a function has `rotary`'s bits on random numbers, its two halves of cosines and sines unlike."""
+    if list(inspect.signature(own).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 6, 3, 48), (1, 6, 2, 48), (1, 6, 48), (1, 6, 48)
+    query, key, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    args = query.transpose(1, 2), key.transpose(1, 2), cos, sin
+    try:
+        found = own(*args)
+    except RuntimeError:  # it goes by shapes of its own
+        return False
+    return isinstance(found, tuple) and len(found) == 2 and all(map(torch.equal, found, rotary(*args)))
 
 
 # -- classes -----------------------------------------------------------------------------------------------------

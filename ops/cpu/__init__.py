@@ -18,7 +18,10 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_SOURCES = ("accumulate.cpp", "attention.cpp", "logprob.cpp", "norm.cpp", "sampling.cpp", "swiglu.cpp", "varlen.cpp")
+_SOURCES = (
+    *("accumulate.cpp", "attention.cpp", "logprob.cpp", "norm.cpp"),
+    *("rotary.cpp", "sampling.cpp", "swiglu.cpp", "varlen.cpp"),
+)
 _HEADERS = ("vector.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
 
