@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,8 +53,8 @@ class Batching:
         """Lengths of the prompts that a micro-batch of these trajectories need not compute again."""
         if not self.shares_prompts:
             return []
-        first = {group: i for i, group in reversed(list(enumerate(_equal_prompts(trajectories))))}
-        return [len(t.prompt_ids) for i, t in enumerate(trajectories) if i not in first.values()]
+        prompts = Counter(tuple(trajectory.prompt_ids) for trajectory in trajectories)
+        return [len(prompt) for prompt, count in prompts.items() for _ in range(count - 1)]
 
 
 def concatenate(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

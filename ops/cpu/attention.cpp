@@ -123,13 +123,6 @@ void score(const Call &c, const float *query, const Tile<T> &tile, const Tile<T>
         for (int j = 0; j < PARTS; j++) store(scores + r * TILE + j * LANES, sums[r][j]);
 }
 
-INLINE vec soft_cap(vec x, float cap) {
-    vec y = x / cap;
-    vec e = exp_nonpositive((y > 0 ? -y : y) * 2.0f);
-    vec t = (1.0f - e) / (1.0f + e);
-    return (y > 0 ? t : -t) * cap;
-}
-
 // Turns a row's scores into weights against the largest score so far; returns what earlier sums must shrink by.
 float weigh(float *scores, int64_t low, int64_t high, float softcap, float &top, float &total) {
     vec parts[PARTS], peak = splat(NEVER);

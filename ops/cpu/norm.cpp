@@ -6,19 +6,7 @@
 
 namespace {
 
-template <class T> INLINE vec load_up_to(const T *p, int count) { return count == LANES ? load(p) : load_some(p, count); }
-
-template <class T> INLINE void store_up_to(T *p, vec v, int count) {
-    count == LANES ? store(p, v) : store_some(p, v, count);
-}
-
 INLINE int count_at(int64_t i, int64_t size) { return (int)(size - i < LANES ? size - i : LANES); }
-
-template <class T> INLINE vec rounded(vec x) {
-    T narrow[LANES];
-    store(narrow, x);
-    return load(narrow);
-}
 
 template <class T> INLINE float factor_of(const T *row, int64_t size, float epsilon) {
     vec squares = {};

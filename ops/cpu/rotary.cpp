@@ -14,20 +14,6 @@
 
 namespace {
 
-template <class T> INLINE vec load_up_to(const T *p, int count) { return count == LANES ? load(p) : load_some(p, count); }
-
-template <class T> INLINE void store_up_to(T *p, vec v, int count) {
-    count == LANES ? store(p, v) : store_some(p, v, count);
-}
-
-// What is left of `x` once it has been stored as a T.
-template <class T> INLINE vec rounded(vec x) {
-    if (sizeof(T) == sizeof(float)) return x;
-    uvec u = (uvec)x;
-    u += 0x7fff + ((u >> 16) & 1);
-    return (vec)(u & 0xffff0000);
-}
-
 // One head of one token. The two halves of `cos` and of `sin` are not taken to be equal.
 template <class T, bool is_backward>
 INLINE void turn(const T *from, const T *cos, const T *sin, T *to, int64_t half) {

@@ -8,14 +8,6 @@ namespace {
 
 constexpr int64_t BLOCK = 4096; // elements that a thread takes at a time
 
-// What is left of `x` once it has been stored as a T; in its register, since packing costs as much as the product does.
-template <class T> INLINE vec rounded(vec x) {
-    if (sizeof(T) == sizeof(float)) return x;
-    uvec u = (uvec)x;
-    u += 0x7fff + ((u >> 16) & 1);
-    return (vec)(u & 0xffff0000);
-}
-
 INLINE vec sigmoid(vec x) {
     vec e = exp_nonpositive(x < 0.0f ? x : -x);
     return (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);

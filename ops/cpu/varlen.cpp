@@ -100,11 +100,11 @@ void multiply(const float *a, int64_t am, int64_t ak, const float *b, int64_t bk
 }
 
 template <class T> INLINE vec load_at(const T *row, int64_t d, int64_t head_dim) {
-    return d + LANES <= head_dim ? load(row + d) : load_some(row + d, (int)(head_dim - d));
+    return load_up_to(row + d, (int)std::min<int64_t>(LANES, head_dim - d));
 }
 
 template <class T> INLINE void store_at(T *row, int64_t d, int64_t head_dim, vec v) {
-    d + LANES <= head_dim ? store(row + d, v) : store_some(row + d, v, (int)(head_dim - d));
+    store_up_to(row + d, v, (int)std::min<int64_t>(LANES, head_dim - d));
 }
 
 template <int STEP> INLINE void exchange(vec *rows) {
@@ -152,13 +152,6 @@ void lay_out(const Heads<T> &from, int64_t count, int64_t head_dim, float *strai
             transpose(square);
             for (int64_t i = 0; i < LANES; i++) store(turned + (d + i) * TILE + first, square[i]);
         }
-}
-
-INLINE vec soft_cap(vec x, float cap) {
-    vec y = x / cap;
-    vec e = exp_nonpositive((y > 0 ? -y : y) * 2.0f);
-    vec t = (1.0f - e) / (1.0f + e);
-    return (y > 0 ? t : -t) * cap;
 }
 
 // Of part `v` of a tile, the keys from `low` to `high` - 1.

@@ -57,6 +57,20 @@ template <class T> INLINE void store_some(T *p, vec v, int count) {
     memcpy(p, buffer, count * sizeof(T));
 }
 
+template <class T> INLINE vec load_up_to(const T *p, int count) { return count == LANES ? load(p) : load_some(p, count); }
+
+template <class T> INLINE void store_up_to(T *p, vec v, int count) {
+    count == LANES ? store(p, v) : store_some(p, v, count);
+}
+
+// What is left of `x` once it has been stored as a T; in its register, since packing costs as much as the product does.
+template <class T> INLINE vec rounded(vec x) {
+    if (sizeof(T) == sizeof(float)) return x;
+    uvec u = (uvec)x;
+    u += 0x7fff + ((u >> 16) & 1);
+    return (vec)(u & 0xffff0000);
+}
+
 INLINE float widen(float x) { return x; }
 
 INLINE float widen(bf16 x) {
@@ -106,4 +120,12 @@ INLINE vec exp_nonpositive(vec x) {
     ivec exponent = __builtin_convertvector(x < -87.0f ? (vec){} : n, ivec);
     vec scale = (vec)((exponent + 127) << 23);
     return x < -87.0f ? (vec){} : p * scale;
+}
+
+// cap * tanh(x / cap)
+INLINE vec soft_cap(vec x, float cap) {
+    vec y = x / cap;
+    vec e = exp_nonpositive((y > 0 ? -y : y) * 2.0f);
+    vec t = (1.0f - e) / (1.0f + e);
+    return (y > 0 ? t : -t) * cap;
 }
