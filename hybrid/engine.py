@@ -281,7 +281,7 @@ class HybridEngine:
         self._tensor_parallel.enabled = False
         self.model.schedule.generating = False
         self.model.settle()
-        self.mesh.empty_cache()
+        self.mesh.make_room()
 
     def _build_generator(self) -> Generator:
         try:
@@ -326,7 +326,7 @@ class HybridEngine:
             head_dim(self.config),
             self.dtype,
         )
-        self.mesh.empty_cache()
+        self.mesh.make_room()
         budget = self.mesh.free_memory() * self.inference.kv_memory_fraction
         if self.device.type == "cpu":
             budget = min(budget, self.inference.kv_cache_gb * 2**30)

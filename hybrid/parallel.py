@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import datetime
 import os
 import pickle
@@ -24,6 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hybrid import host_memory
 from hybrid.peak import data_sheet_flops, measured_flops
 from ops.accumulate import accumulate
 
@@ -33,11 +33,6 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # torch 2.13 renamed these two and warns under the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_MALLOC_TRIM = getattr(_LIBC, "malloc_trim", None)
-_MALLOPT = getattr(_LIBC, "mallopt", None)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 # A rank that has waited this long for others says where, so that they find out if they wait for one another.
 _PATIENCE_S = 5.0
@@ -372,7 +367,7 @@ class ParallelMesh:
             free, _ = torch.cuda.mem_get_info(self.device)
             # What torch keeps cached but does not use is free to us as well.
             return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return psutil.virtual_memory().available // self.local_size
+        return host_memory.free_bytes() // self.local_size
 
     def memory_in_use(self) -> int:
         """Bytes this rank holds on its device: allocated tensors on a GPU, resident memory on a host."""
@@ -437,10 +432,17 @@ class ParallelMesh:
         """Give back to the system what the allocator keeps but nobody uses."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        elif _MALLOC_TRIM is not None:
-            # glibc keeps freed buffers in the heap of the thread that made them, where they fragment: after some
-            # gathers a rank would hold several times what it uses.
-            _MALLOC_TRIM(0)
+        else:
+            host_memory.give_back_freed()
+
+    def make_room(self) -> None:
+        """`empty_cache` for a mode that allocates otherwise than the last one did; on a host where there is no room.
+
+        What is given back there has to be mapped and zeroed anew in the next step, a tenth of its time. So a rank that
+        could take as much memory again as it holds keeps what it has.
+        """
+        if self.device.type == "cuda" or self.free_memory() < self.memory_in_use():
+            self.empty_cache()
 
 
 class PendingSum:
@@ -525,7 +527,7 @@ def init_parallel(
     if uses_cuda():
         torch.cuda.set_device(local_rank)
     elif keep_freed_memory:
-        _keep_freed_memory()
+        host_memory.keep_freed()
     if threads == "auto":
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
@@ -533,18 +535,6 @@ def init_parallel(
         backend = "cpu:gloo,cuda:nccl" if uses_cuda() else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     return ParallelMesh(rank=rank, world_size=world_size, tp_size=tp_size, local_rank=local_rank, local_size=local_size)
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep freed buffers of up to 32 MiB, as torch's allocator does on a GPU.
-
-    It would give them back to the system, and layer after layer a step's buffers would be mapped and zeroed anew: a
-    tenth of the time of a training step in bf16. `ParallelMesh.empty_cache` gives them back when another mode needs
-    the room.
-    """
-    if _MALLOPT is not None:
-        _MALLOPT(_M_MMAP_THRESHOLD, 2**25)
-        _MALLOPT(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def run_main(main: Callable[[], Any]) -> None:

@@ -22,7 +22,7 @@ ROWS = (
     {"hybrid.learning_config"},
     {"hybrid.deepspeed"},
     {"hybrid.layout"},
-    {"hybrid.peak"},
+    {"hybrid.peak", "hybrid.host_memory"},
     {"hybrid.parallel"},
     {"hybrid.launch"},
     {"hybrid.monitor"},
