@@ -74,7 +74,7 @@ def paged_attention_cpu(
     call.block_tables, call.table_width = batch.block_tables.data_ptr(), batch.block_tables.shape[1]
     call.num_sequences = batch.context_lens.numel()
     call.scale, call.softcap, call.window = scale, softcap or 0.0, window or 0
-    _library().paged_attention(ctypes.byref(call), key_cache.dtype == torch.bfloat16, torch.get_num_threads())
+    cpu.loaded().paged_attention(ctypes.byref(call), key_cache.dtype == torch.bfloat16, torch.get_num_threads())
     return output
 
 
@@ -83,7 +83,7 @@ def write_kv_cpu(
 ) -> None:
     """See ``ops.attention.write_kv``."""
     key, value = _rows(key.to(key_cache.dtype)), _rows(value.to(value_cache.dtype))
-    _library().write_kv(
+    cpu.loaded().write_kv(
         ctypes.byref(_cache_call(key_cache, value_cache)),
         key_cache.dtype == torch.bfloat16,
         *(ctypes.c_void_p(each.data_ptr()) for each in (key, value, batch.slot_blocks, batch.slot_offsets)),
@@ -102,10 +102,3 @@ def _cache_call(key_cache: torch.Tensor, value_cache: torch.Tensor) -> _Call:
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Heads' dimensions next to each other, as the kernels read them; a view as a rule."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _library() -> ctypes.CDLL:
-    library = cpu.library()
-    if library is None:
-        raise RuntimeError("the CPU kernels are not available; ask is_available() first")
-    return library

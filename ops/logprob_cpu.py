@@ -9,8 +9,9 @@ import ctypes
 
 import torch
 
+from ops import cpu
 from ops.sampling_cdf import block_sums, row_maxima, target_logprobs
-from ops.sampling_cpu import _library, _rows, takes
+from ops.sampling_cpu import _rows, takes
 
 __all__ = ["logit_gradients", "statistics", "takes"]
 
@@ -26,7 +27,7 @@ def statistics(
     divisors = torch.full_like(maxima, temperature)
     totals = block_sums(logits, maxima, divisors).cumsum(-1)[:, -1]
     weighted = torch.empty_like(maxima)
-    _library().entropy_sums(
+    cpu.loaded().entropy_sums(
         *_rows(logits), _pointer(maxima), ctypes.c_float(1 / temperature), _pointer(weighted), torch.get_num_threads()
     )
     log_total = totals.log().float()
@@ -51,7 +52,7 @@ def logit_gradients(
     nothing = torch.zeros_like(entropy)
     factors = [nothing if each is None else each.float().contiguous() for each in (grad_logprobs, grad_entropy)]
     rows = [each.contiguous() for each in (targets, log_normaliser, entropy)]
-    _library().logit_gradients(
+    cpu.loaded().logit_gradients(
         *_rows(logits),
         *map(_pointer, (*rows, *factors)),
         ctypes.c_float(1 / temperature),

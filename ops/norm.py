@@ -76,7 +76,7 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             sums = torch.empty(-(-count // _BLOCK_ROWS), size, dtype=torch.float32)
             grad_weight = torch.empty_like(weight)
-        _library().rms_norm_backward(
+        cpu.loaded().rms_norm_backward(
             *map(_pointer, (rows, weight, grads, grad_hidden, sums, grad_weight)),
             hidden.dtype == torch.bfloat16,
             *map(ctypes.c_int64, (count, size, rows.stride(0), grads.stride(0), _BLOCK_ROWS)),
@@ -90,7 +90,7 @@ def _forward(
 ) -> torch.Tensor:
     rows, weight = _rows(hidden), weight.contiguous()
     output = torch.empty(hidden.shape, dtype=hidden.dtype)
-    _library().rms_norm(
+    cpu.loaded().rms_norm(
         *map(_pointer, (rows, weight, output)),
         hidden.dtype == torch.bfloat16,
         *map(ctypes.c_int64, (*rows.shape, rows.stride(0))),
@@ -103,13 +103,6 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """(R, H) with the elements of a row next to each other."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _library() -> ctypes.CDLL:
-    library = cpu.library()
-    if library is None:
-        raise RuntimeError("rms_norm's kernels are called where none could be compiled")
-    return library
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:

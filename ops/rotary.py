@@ -88,9 +88,6 @@ def _turn(
     is_backward: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Queries and keys rotated, or the gradients by them from those by the rotated ones; None of what is not there."""
-    library = cpu.library()
-    if library is None:
-        raise RuntimeError("rotary's kernel is called where none could be compiled")
     query, key = _rows(query), _rows(key)
     outputs, layouts = [], []
     for each in (query, key):
@@ -101,7 +98,7 @@ def _turn(
             heads, size = each.shape[1], each.shape[3]
             outputs.append(each.new_empty_strided(each.shape, (each.numel(), size, heads * size, 1)))
             layouts += [heads, each.stride(2), each.stride(1)]
-    library.rotary(
+    cpu.loaded().rotary(
         *map(_pointer, (query, key, cos, sin, *outputs)),
         cos.dtype == torch.bfloat16,
         is_backward,

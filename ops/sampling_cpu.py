@@ -24,7 +24,7 @@ def takes(logits: torch.Tensor) -> bool:
 def row_maxima(logits: torch.Tensor) -> torch.Tensor:
     """(R,) fp32; -inf where V is 0. A NaN is passed over: sums relative to the maximum have it."""
     maxima = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    _library().row_maxima(*_rows(logits), ctypes.c_void_p(maxima.data_ptr()), torch.get_num_threads())
+    cpu.loaded().row_maxima(*_rows(logits), ctypes.c_void_p(maxima.data_ptr()), torch.get_num_threads())
     return maxima
 
 
@@ -32,7 +32,7 @@ def block_sums(logits: torch.Tensor, maxima: torch.Tensor, divisors: torch.Tenso
     """(R, blocks) fp64 sums of ``exp((logits - maxima) / divisors)`` over ``block`` neighbours each."""
     maxima, divisors = maxima.float().contiguous(), divisors.float().contiguous()
     sums = logits.new_empty(logits.shape[0], -(-logits.shape[1] // block), dtype=torch.float32)
-    _library().block_sums(
+    cpu.loaded().block_sums(
         *_rows(logits),
         ctypes.c_int64(block),
         *(ctypes.c_void_p(each.data_ptr()) for each in (maxima, divisors, sums)),
@@ -58,17 +58,10 @@ def row_floors(
     )
     address, _, *shape = _rows(logits)
     pointers = (ctypes.c_void_p(each.data_ptr()) for each in (*settings, floors))
-    _library().row_floors(address, *shape, *pointers, torch.get_num_threads())
+    cpu.loaded().row_floors(address, *shape, *pointers, torch.get_num_threads())
     return floors
 
 
 def _rows(logits: torch.Tensor) -> tuple[Any, ...]:
     shape = (logits.shape[0], logits.shape[1], logits.stride(0))
     return ctypes.c_void_p(logits.data_ptr()), logits.dtype == torch.bfloat16, *map(ctypes.c_int64, shape)
-
-
-def _library() -> ctypes.CDLL:
-    library = cpu.library()
-    if library is None:
-        raise RuntimeError("the CPU kernels are not available; ask takes() first")
-    return library

@@ -44,22 +44,15 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up, grad = (tensor.contiguous() for tensor in (*ctx.saved_tensors, grad))
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        _library().swiglu_backward(*map(_pointer, (gate, up, grad, grad_gate, grad_up)), *_size(gate))
+        cpu.loaded().swiglu_backward(*map(_pointer, (gate, up, grad, grad_gate, grad_up)), *_size(gate))
         return grad_gate, grad_up
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     output = torch.empty_like(gate)
-    _library().swiglu(*map(_pointer, (gate, up, output)), *_size(gate))
+    cpu.loaded().swiglu(*map(_pointer, (gate, up, output)), *_size(gate))
     return output
-
-
-def _library() -> ctypes.CDLL:
-    library = cpu.library()
-    if library is None:
-        raise RuntimeError("swiglu's kernels are called where none could be compiled")
-    return library
 
 
 def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -97,7 +97,7 @@ def _forward(
     lse = torch.empty(query.shape[:2], dtype=torch.float32)
     query, key, value = _rows(query), _rows(key), _rows(value)
     call = _call(query, key, value, output, lse, cu_seqlens, prefixes, scale, window, softcap)
-    _library().varlen_forward(ctypes.byref(call), query.dtype == torch.bfloat16, torch.get_num_threads())
+    cpu.loaded().varlen_forward(ctypes.byref(call), query.dtype == torch.bfloat16, torch.get_num_threads())
     return output, lse
 
 
@@ -119,7 +119,7 @@ def _backward(
     call = _call(query, key, value, output, lse, cu_seqlens, prefixes, scale, window, softcap)
     call.grad_output, (call.grad_row, call.grad_head) = grad_output.data_ptr(), grad_output.stride()[:2]
     call.grad_query, call.grad_key, call.grad_value = (each.data_ptr() for each in (grad_query, grad_key, grad_value))
-    _library().varlen_backward(ctypes.byref(call), query.dtype == torch.bfloat16, torch.get_num_threads())
+    cpu.loaded().varlen_backward(ctypes.byref(call), query.dtype == torch.bfloat16, torch.get_num_threads())
     return grad_query, grad_key, grad_value
 
 
@@ -226,10 +226,3 @@ def _indices(tensor: torch.Tensor) -> int:
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Heads' dimensions next to each other, as the kernels read them; a view as a rule."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _library() -> ctypes.CDLL:
-    library = cpu.library()
-    if library is None:
-        raise RuntimeError("the CPU kernels are not available; ask is_available() first")
-    return library

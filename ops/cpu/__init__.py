@@ -42,6 +42,14 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def loaded() -> ctypes.CDLL:
+    """`library`, where somebody has asked for it before."""
+    found = library()
+    if found is None:
+        raise RuntimeError("the CPU kernels are not available; ask whether they take what is given first")
+    return found
+
+
 def _warn(reason: str) -> None:
     warnings.warn(
         f"the CPU runs in plain torch, which is slower: {reason}; HYBRID_CPU_KERNELS=0 silences this",
