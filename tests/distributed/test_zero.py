@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hybrid.config import OptimConfig, ZeroConfig
+from hybrid.models.fused_layers import fuse_layers
 from hybrid.models.plans import tensor_parallel_plan
 from hybrid.parallel import init_parallel
 from hybrid.zero.level import Level, LevelError
@@ -29,6 +30,7 @@ def tokens(step, micro_batch, rank):
 def plain_loop(world_size, **overrides):
     """One process, all ranks' data: (final model, losses[step][micro batch][rank], gradient norms)."""
     model = make_model(**overrides)
+    fuse_layers(model)  # or Adam would make steps of how differently gradients near 0 are rounded
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -69,11 +71,7 @@ def train_like_the_plain_loop(tp_size, zero, overrides):
         assert model.step().grad_norm == pytest.approx(norms[step], rel=1e-4)
     weights = dict(expected.named_parameters())
     for name, weight in model.state.stream():
-        # A gradient near 0 is rounding for the most part, and Adam makes a whole step of it: the plain loop is up to
-        # 8e-5 from what it is in fp64, in one number of a weight.
-        other = weights[name].data
-        torch.testing.assert_close(weight, other, atol=1e-4, rtol=1e-4, msg=name)
-        assert ((weight - other).abs() > 5e-6 + 1e-4 * other.abs()).sum() <= 2, name
+        torch.testing.assert_close(weight, weights[name].data, atol=5e-6, rtol=1e-4, msg=name)
     if zero.stage == 3 and mesh.world_size > 1:
         moving = [group for group in model.groups if group.resting is Level.SHARD]
         held = sum(group.shard.numel() for group in moving) * mesh.world_size
