@@ -65,7 +65,8 @@ def varlen_attention(
         query, key, value: what ``takes`` says yes to; any strides.
         cu_seqlens: where each sequence starts; the last entry is N.
         prefixes: for each sequence, which other one's tokens come before its own; -1: none do. A prefix has none
-            itself. Token i of a sequence with a prefix of p tokens is at position p + i.
+            itself and is one of the S, as ``ops.prefixes.Prefixes.build`` has checked. Token i of a sequence with a
+            prefix of p tokens is at position p + i.
         scale: of the products of queries and keys.
         window: a token sees itself and the ``window - 1`` tokens before it; None: all before it.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
@@ -75,8 +76,8 @@ def varlen_attention(
         the gradients.
 
     Raises:
-        ValueError: cu_seqlens does not cut N tokens into sequences, a prefix is no sequence or has one itself, or
-            query heads are no multiple of KV heads.
+        ValueError: cu_seqlens does not cut N tokens into sequences, there is not one prefix for each, or query heads
+            are no multiple of KV heads.
     """
     return torch.ops.hybrid.varlen_attention(query, key, value, cu_seqlens, prefixes, scale, window, softcap)[0]
 
@@ -108,15 +109,11 @@ def _backward(
     value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    prefixes: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    *how: Any,  # what else `_forward` takes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_query, grad_key, grad_value = (torch.empty(each.shape, dtype=each.dtype) for each in (query, key, value))
     query, key, value, grad_output = _rows(query), _rows(key), _rows(value), _rows(grad_output.to(query.dtype))
-    call = _call(query, key, value, output, lse, cu_seqlens, prefixes, scale, window, softcap)
+    call = _call(query, key, value, output, lse, *how)
     call.grad_output, (call.grad_row, call.grad_head) = grad_output.data_ptr(), grad_output.stride()[:2]
     call.grad_query, call.grad_key, call.grad_value = (each.data_ptr() for each in (grad_query, grad_key, grad_value))
     cpu.loaded().varlen_backward(ctypes.byref(call), query.dtype == torch.bfloat16, torch.get_num_threads())
@@ -178,17 +175,10 @@ def _check(query: torch.Tensor, key: torch.Tensor, cu_seqlens: torch.Tensor, pre
         )
     if prefixes is None:
         return
-    indices = prefixes.tolist()
-    if len(indices) != len(bounds) - 1:
+    if prefixes.numel() != len(bounds) - 1:
         raise ValueError(
-            f"there are prefixes of {len(indices)} sequences and {len(bounds) - 1} sequences; give one each"
+            f"there are prefixes of {prefixes.numel()} sequences and {len(bounds) - 1} sequences; give one each"
         )
-    for number, index in enumerate(indices):
-        if index != -1 and not (0 <= index < len(indices) and indices[index] == -1):
-            raise ValueError(
-                f"sequence {number} goes on from {index}, which is no sequence of {len(indices)} or goes on from "
-                "another itself; a prefix is a sequence that stands alone"
-            )
 
 
 def _call(

@@ -174,6 +174,17 @@ def tiny_decoder(family: str, attention: str = "hybrid", **overrides: Any) -> Pr
     return model
 
 
+def assert_equal_gradients(logits: Any, model: PreTrainedModel, expected: Any, other: PreTrainedModel) -> None:
+    """A random weighting of two models' equal logits gives all of their parameters the same gradient."""
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, parameter), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(
+            parameter.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte (ids 1 to 256, in the order of ByteLevel's alphabet), and ``<end>`` (id 0)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

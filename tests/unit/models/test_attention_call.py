@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid.models.attention import ATTENTION_NAME, RaggedCall, attention_call, hybrid_attention
 from hybrid.models.ragged import RaggedBatch
-from tests.decoders import FAMILIES, VOCAB_SIZE, tiny_decoder
+from tests.decoders import FAMILIES, VOCAB_SIZE, assert_equal_gradients, tiny_decoder
 
 LENGTHS = [11, 1, 7, 7, 16]
 
@@ -61,13 +61,7 @@ def test_a_ragged_call_equals_the_eager_model_on_each_sequence_and_its_gradient(
     expected = torch.cat([eager(input_ids=torch.tensor([sequence])).logits[0] for sequence in sequences])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(
-            parameter.grad, other.grad, rtol=1e-3, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    assert_equal_gradients(logits, model, expected, eager)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

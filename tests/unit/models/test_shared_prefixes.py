@@ -10,7 +10,7 @@ from hybrid.models.heads import exact_forward, hidden_states
 from hybrid.models.ragged import RaggedBatch
 from hybrid.models.recompute import recompute_in_backward
 from ops import attention_cpu
-from tests.decoders import CUT_FAMILIES, FAMILIES, VOCAB_SIZE, tiny_decoder
+from tests.decoders import CUT_FAMILIES, FAMILIES, VOCAB_SIZE, assert_equal_gradients, tiny_decoder
 
 
 def sequences_of(prefix_lengths, num_continuations):
@@ -61,13 +61,7 @@ def test_gradients_are_those_of_each_sequence_alone(family, recompute):
         for layer in model.base_model.layers:
             recompute_in_backward(layer, recompute)
     logits, expected = logits_and_oracle(model, eager)
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(
-            parameter.grad, other.grad, rtol=1e-3, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    assert_equal_gradients(logits, model, expected, eager)
 
 
 @pytest.mark.skipif(not attention_cpu.is_available(), reason="there is no C++ compiler")

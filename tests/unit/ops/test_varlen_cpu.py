@@ -17,6 +17,7 @@ from hybrid.models.recompute import recompute_in_backward
 from ops import varlen_cpu
 from ops.attention_cpu import paged_attention_cpu
 from ops.paged import PagedBatch
+from ops.prefixes import Prefixes
 from ops.varlen_cpu import varlen_attention
 
 pytestmark = pytest.mark.skipif(not varlen_cpu.is_available(), reason="there is no C++ compiler")
@@ -223,8 +224,6 @@ def test_selective_recomputation_keeps_the_result(what, runs):
         ((3, 3), None, "cu_seqlens spans tokens 0 to . and there are 5"),
         ((7, -2), None, "cu_seqlens spans tokens 0 to . and there are 5"),
         ((3, 2), (-1,), "give one each"),
-        ((3, 2), (-1, 2), "sequence 1 goes on from 2"),
-        ((3, 2), (1, 0), "sequence 0 goes on from 1"),
     ],
 )
 def test_sequences_that_are_none_are_refused(lengths, prefixes, message):
@@ -232,6 +231,14 @@ def test_sequences_that_are_none_are_refused(lengths, prefixes, message):
     indices = None if prefixes is None else torch.tensor(prefixes, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         varlen_attention(query, key, value, bounds_of(lengths), indices, scale=0.2)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"), [((-1, 2), "sequence 1 goes on from 2"), ((1, 0), "sequence 0 goes on from 1")]
+)
+def test_prefixes_that_are_none_are_refused(indices, message):
+    with pytest.raises(ValueError, match=message):
+        Prefixes.build((3, 2), indices)
 
 
 def test_takes():
