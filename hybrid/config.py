@@ -318,7 +318,9 @@ class InferenceConfig:
     prepack_weights: bool = setting(
         True, "CPU: generate with weights laid out anew for oneDNN, which is faster and takes their memory again"
     )
-    cuda_graphs: bool = setting(True, "GPU: record decode steps, and launch their kernels at a stroke")
+    cuda_graphs: bool = setting(
+        True, "record decode steps, and launch their kernels at a stroke; on a CPU with tp_size 1, as a tape"
+    )
     exact: bool = setting(
         False,
         "CPU, tp_size 1: log-probs of generation and training are equal bit for bit, at some cost in speed",

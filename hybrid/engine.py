@@ -36,6 +36,7 @@ from hybrid.models.supported import prepare
 from hybrid.models.tensor_parallel import TensorParallelHooks
 from hybrid.parallel import ParallelMesh, init_parallel
 from hybrid.zero.model import ShardedModel, StepReport
+from ops.attention import key_layout
 
 
 class Mode(Enum):
@@ -309,7 +310,11 @@ class HybridEngine:
 
     @property
     def _records_steps(self) -> bool:
-        return self.device.type == "cuda" and self.inference.cuda_graphs and not depends_on_length(self.module)
+        if not self.inference.cuda_graphs or depends_on_length(self.module):
+            return False
+        # On a CPU what is recorded are calls of the compiled kernels; collectives are none.
+        has_kernels = key_layout(self.dtype, self.device, self.inference.block_size) == "dim"
+        return self.device.type == "cuda" or (has_kernels and self.mesh.tp_size == 1)
 
     @property
     def _local_kv_heads(self) -> int:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hybrid import host_memory
 from hybrid.peak import data_sheet_flops, measured_flops
+from ops import tape
 from ops.accumulate import accumulate
 
 Axis = str  # "world", "tensor", "slice", or one of those that `ParallelMesh.slicing` names
@@ -403,15 +404,21 @@ class ParallelMesh:
             torch.cuda.synchronize(self.device)
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Record the kernels of a call as a CUDA graph.
+        """Record the kernels of a call as a CUDA graph, or on a host as a tape.
 
         Args:
             compute: works on tensors that stay where they are, and asks nothing of the device.
 
         Returns:
             what launches the kernels again, over what those tensors then hold; it gives the tensor that ``compute``
-            returned, overwritten each time. Its memory comes from one pool for all graphs that are alive.
+            returned, overwritten each time, and on a host a new one. A graph's memory comes from one pool for all
+            graphs that are alive.
+
+        Raises:
+            NotRecordable: on a host, where ``compute`` goes by the numbers in a tensor.
         """
+        if self.device.type != "cuda":
+            return tape.record(compute)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):  # libraries set up their workspaces on a first call, which no graph may hold

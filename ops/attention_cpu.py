@@ -12,6 +12,7 @@ import torch
 
 from ops import cpu
 from ops.paged import PagedBatch
+from ops.tape import recordable
 
 LANES = 16  # keys of a block lie this many to a vector
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -53,6 +54,7 @@ def reads_cache(key_cache: torch.Tensor) -> bool:
     )
 
 
+@recordable
 def paged_attention_cpu(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -65,8 +67,11 @@ def paged_attention_cpu(
 ) -> torch.Tensor:
     """See ``ops.attention.paged_attention``; the cache is one that ``reads_cache``."""
     query = _rows(query.to(key_cache.dtype))
-    output = torch.empty(query.shape, dtype=query.dtype)
-    output[batch.num_tokens :] = 0
+    if batch.rectangles is None:  # a recorded step: only the tensors know how many of its rows there are
+        output = torch.zeros(query.shape, dtype=query.dtype)
+    else:
+        output = torch.empty(query.shape, dtype=query.dtype)
+        output[batch.num_tokens :] = 0
     call = _cache_call(key_cache, value_cache)
     call.query, call.output = query.data_ptr(), output.data_ptr()
     call.query_row, call.query_head, call.q_heads = query.stride(0), query.stride(1), query.shape[1]
@@ -78,6 +83,7 @@ def paged_attention_cpu(
     return output
 
 
+@recordable
 def write_kv_cpu(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: PagedBatch
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops import cpu
+from ops.tape import recordable
 
 # Rows whose share of the weight's gradient is added up by itself. A fixed number, so that the sum does not depend on
 # how many threads there are.
@@ -85,6 +86,7 @@ class _RmsNorm(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
+@recordable
 def _forward(
     hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds_first: bool
 ) -> torch.Tensor:

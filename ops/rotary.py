@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops import cpu
+from ops.tape import recordable
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -79,6 +80,7 @@ class _Rotary(torch.autograd.Function):
         return *_turn(query, key, *ctx.saved_tensors, is_backward=True), None, None
 
 
+@recordable
 def _turn(
     query: torch.Tensor | None,
     key: torch.Tensor | None,

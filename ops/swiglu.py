@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ops import cpu
+from ops.tape import recordable
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -48,6 +49,7 @@ class _Swiglu(torch.autograd.Function):
         return grad_gate, grad_up
 
 
+@recordable
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     output = torch.empty_like(gate)

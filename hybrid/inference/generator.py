@@ -84,7 +84,7 @@ class Generator:
             ones computed is read again.
         vocab_size: ids beyond it are refused; None where it is not known.
         vocab_shard: this rank's stretch of the vocabulary, where its module's logits are that and no more.
-        capture: `ParallelMesh.capture`, to run decode steps as CUDA graphs.
+        capture: `ParallelMesh.capture`, to run decode steps as recordings.
     """
 
     def __init__(

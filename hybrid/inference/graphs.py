@@ -1,7 +1,7 @@
-"""Decode steps as recorded graphs: on a GPU a small step costs more in launching its kernels than in running them.
+"""Decode steps as recorded graphs: a small step costs more in launching its kernels than in running them.
 
 A forward over one new token of each of B sequences is recorded once, on tensors that stay, and launched again at a
-stroke over whatever those tensors hold by then.
+stroke over whatever those tensors hold by then: on a GPU as a CUDA graph, on a CPU as a tape (see `ops.tape`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ops.paged import PagedBatch
+from ops.tape import NotRecordable
 
 # (input_ids (B,), position_ids (B,), batch) -> logits (B, V)
 Forward = Callable[[torch.Tensor, torch.Tensor, PagedBatch], torch.Tensor]
@@ -42,6 +43,10 @@ class DecodeGraphs:
         max_context_len: tokens of a sequence at most.
         block_size: of the KV blocks.
         device: of the model.
+        fill_up: the size that a number of sequences is filled up to; None: `_filled_up`, ``max_num_seqs`` at most.
+        checked: compare each recording with the forward, once, over other numbers than it was made with, and go
+            without recordings from then on if they differ by a bit. Python's own decisions are not recorded: on a CPU
+            a model may have taken one by numbers that nobody sees it read.
     """
 
     def __init__(
@@ -53,9 +58,14 @@ class DecodeGraphs:
         max_context_len: int,
         block_size: int,
         device: torch.device,
+        fill_up: Callable[[int], int] | None = None,
+        checked: bool = False,
     ) -> None:
         self._forward, self._capture = forward, capture
-        self._max_num_seqs, self._max_context_len = max_num_seqs, max_context_len
+        self._fill_up = fill_up or (lambda num_seqs: min(_filled_up(num_seqs), max_num_seqs))
+        self._unchecked: set[int] = set()  # sizes whose recordings are still to be compared
+        self._checked, self._is_possible = checked, True
+        self._max_context_len = max_context_len
         self._table_width = -(-max_context_len // block_size)
         self._device = device
         self._uses: Counter[int] = Counter()
@@ -64,20 +74,35 @@ class DecodeGraphs:
     def run(self, input_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor | None:
         """Logits (S, V) of a step of S sequences with one new token each, good until the next call.
 
-        None for a size that has not come often enough to be recorded: run the step as any other. Tensor ranks count
-        alike, and so record alike.
+        None for a size that has not come often enough to be recorded, or a model that cannot be: run the step as any
+        other. Tensor ranks count alike, and so record alike.
         """
         num_seqs = input_ids.numel()
-        size = min(_filled_up(num_seqs), self._max_num_seqs)
+        size = self._fill_up(num_seqs)
         self._uses[size] += 1
-        if self._uses[size] <= _WORTH_RECORDING:
+        if not self._is_possible or self._uses[size] <= _WORTH_RECORDING:
             return None
         recording = self._recordings.get(size)
         if recording is None:
-            recording = self._recordings[size] = self._record(size, input_ids, batch)
-        else:
-            _load(recording.input_ids, recording.position_ids, recording.batch, input_ids, batch)
-        return recording.launch()[:num_seqs]
+            try:
+                recording = self._recordings[size] = self._record(size, input_ids, batch)
+            except NotRecordable:
+                self._is_possible = False
+                return None
+            if self._checked:
+                self._unchecked.add(size)
+            return recording.launch()[:num_seqs]
+        _load(recording.input_ids, recording.position_ids, recording.batch, input_ids, batch)
+        logits = recording.launch()[:num_seqs]
+        if size in self._unchecked:
+            self._unchecked.remove(size)
+            kept = recording.input_ids, recording.position_ids, recording.batch
+            expected = self._forward(*kept)[:num_seqs]
+            if not torch.equal(logits, expected):
+                self._is_possible = False
+                self._recordings.clear()
+                return expected
+        return logits
 
     def _record(self, size: int, input_ids: torch.Tensor, batch: PagedBatch) -> _Recording:
         def filled(count: int, dtype: torch.dtype = torch.int64, value: int = 0) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,16 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         if capture is not None:
             self._graphs = DecodeGraphs(
-                self._decode,
+                # Not a method: a cycle of references would keep the cache over the flip, until Python looks for some.
+                partial(_decode, module, cache),
                 capture,
                 max_num_seqs=max_num_seqs,
                 max_context_len=max_context_len,
                 block_size=cache.block_size,
                 device=device,
+                # By the CPU's kernels, whose rows have the same bits in batches of these sizes.
+                fill_up=_filled_up if cache.keys_by_dim else None,
+                checked=cache.keys_by_dim,
             )
 
     # Not inference mode: what a module makes and keeps in a forward (rescaled RoPE tables, gathered weights) would be
@@ -74,26 +79,14 @@ class ModelRunner:
             ids += [0] * (_filled_up(len(ids)) - len(ids))
             rows = np.pad(rows, (0, _filled_up(len(rows)) - len(rows)), mode="edge")
         prompt_lens = torch.tensor([chunk.sequence.num_prompt_tokens for chunk in chunks], device=self.device)
-        logits = self._forward(
+        logits = _forward(
+            self.module,
             torch.tensor(ids, dtype=torch.int64, device=self.device),
             pad(batch.position_ids, (0, len(ids) - batch.num_tokens)),
             PagedCall(self.cache.key, self.cache.value, batch, prompt_lens),
             torch.from_numpy(rows).to(self.device),
         )
         return [chunks[index] for index in sampling], logits[: len(sampling)]
-
-    def _forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, call: PagedCall, rows: torch.Tensor | int
-    ) -> torch.Tensor:
-        """Logits of the rows (R,), 0 for all: (R, vocabulary)."""
-        with attention_call(call):
-            output = self.module(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
-            )
-        return output.logits[0]
-
-    def _decode(self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        return self._forward(input_ids, position_ids, PagedCall(self.cache.key, self.cache.value, batch), 0)
 
     def _lay_out(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch, list[int], np.ndarray]:
         """Chunks in the order of the flat axis, where they lie, their ids (N), and each one's last row (S,)."""
@@ -118,6 +111,31 @@ class ModelRunner:
             device=self.device,
         )
         return chunks, batch, ids, np.cumsum(query_lens) - 1
+
+
+def _forward(
+    module: Callable[..., Any],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    call: PagedCall,
+    rows: torch.Tensor | int,
+) -> torch.Tensor:
+    """Logits of the rows (R,), 0 for all: (R, vocabulary)."""
+    with attention_call(call):
+        output = module(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
+        )
+    return output.logits[0]
+
+
+def _decode(
+    module: Callable[..., Any],
+    cache: KVCache,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    batch: PagedBatch,
+) -> torch.Tensor:
+    return _forward(module, input_ids, position_ids, PagedCall(cache.key, cache.value, batch), 0)
 
 
 def _filled_up(num_rows: int) -> int:

@@ -273,7 +273,8 @@ template <class T>
 void write(const T *key, const T *value, T *key_cache, T *value_cache, const int64_t *blocks, const int64_t *offsets,
            int64_t num_tokens, const Call &c, int64_t key_row, int64_t key_head, int64_t value_row,
            int64_t value_head) {
-    for (int64_t n = 0; n < num_tokens; n++)
+    for (int64_t n = 0; n < num_tokens; n++) {
+        if (blocks[n] < 0) continue; // it fills up a recorded step, and stands for no sequence
         for (int64_t h = 0; h < c.kv_heads; h++) {
             const T *k = key + n * key_row + h * key_head, *v = value + n * value_row + h * value_head;
             T *kc = key_cache + blocks[n] * c.key_block + h * c.key_head + offsets[n];
@@ -281,6 +282,7 @@ void write(const T *key, const T *value, T *key_cache, T *value_cache, const int
             for (int64_t d = 0; d < c.head_dim; d++) kc[d * c.block_size] = k[d];
             memcpy(vc, v, c.head_dim * sizeof(T));
         }
+    }
 }
 
 } // namespace
