@@ -113,7 +113,7 @@ def write(engine: HybridEngine, prompts: list, params: SamplingParams, asked: Ge
                 file.append(completions)
     except KeyboardInterrupt:
         if file is not None:
-            print(f"\nstopped; --resume goes on behind row {file.num_done} of {len(prompts)}", file=sys.stderr)
+            print(f"\nstopped; --resume goes on behind row {file.recount()} of {len(prompts)}", file=sys.stderr)
         sys.exit(130)
     if file is not None:
         print(f"{len(prompts)} rows in {asked.output}, {len(prompts) - start} of them new", file=sys.stderr)

@@ -135,7 +135,7 @@ class CompletionsFile:
                 raise ValueError(
                     f"output {str(path)!r} exists already; set --resume to go on behind its rows, or another --output"
                 )
-            self.num_done = self._check_lines()
+            self.recount()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.open("a").close()
@@ -152,6 +152,11 @@ class CompletionsFile:
         with self._path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("".join(lines))
         self.num_done += len(lines)
+
+    def recount(self) -> int:
+        """`num_done` by what the file holds: an interrupt may come between a row's writing and its counting."""
+        self.num_done = self._check_lines()
+        return self.num_done
 
     def _columns(self, completions: Sequence[Completion]) -> dict[str, Any]:
         columns: dict[str, Any] = {

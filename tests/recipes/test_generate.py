@@ -218,6 +218,23 @@ def test_tables_and_plain_lines_are_read(files: Path) -> None:
     assert "logprobs" not in from_csv[0]
 
 
+def test_an_interrupt_between_writing_and_counting_is_counted(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append = CompletionsFile.append
+
+    def interrupted(self: CompletionsFile, answers: Any) -> None:
+        append(self, answers)
+        self.num_done = 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CompletionsFile, "append", interrupted)
+    words = ["--model", "./tiny", "--prompts", "rows.jsonl", "--max_tokens", "6", "--prompts_per_step", "2", "--output"]
+    with pytest.raises(SystemExit):
+        generate.main([*words, "part.jsonl"])
+    assert "stopped; --resume goes on behind row 2 of 5" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("torn", [b"", b'{"prompt": "\xc3'])
 def test_an_interrupted_file_goes_on_and_equals_an_uninterrupted_one(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], torn: bytes
