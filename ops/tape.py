@@ -38,12 +38,10 @@ def recordable(kernel: _Function) -> _Function:
         tape = _tape.get()
         if tape is None:
             return kernel(*args, **kwargs)
-        token = _tape.set(None)
-        tape.is_inside = True
+        token = _tape.set(None)  # what it calls itself is part of it
         try:
             output = kernel(*args, **kwargs)
         finally:
-            tape.is_inside = False
             _tape.reset(token)
         tape.add(kernel, args, kwargs, output)
         return output
@@ -77,7 +75,6 @@ def record(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.is_inside = False  # a recordable kernel, whose own calls are part of it
         self._lines: list[tuple[list[str], str, list[str]]] = []  # names that are given, the call, names that it reads
         self._names: dict[int, str] = {}  # of tensors that calls returned, by id
         self._constants: dict[str, Any] = {}  # what the code reads from outside
@@ -87,7 +84,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if not self.is_inside:
+        if _tape.get() is self:
             if not _DECIDED_BY_NUMBERS.isdisjoint(func.tags):
                 raise NotRecordable(f"{func} goes by the numbers in a tensor")
             # A view of what stays is itself something that stays.
@@ -120,11 +117,8 @@ class _Tape(TorchDispatchMode):
             kept.update(reads)
             code += [f"    del {', '.join(done)}"] * bool(done) + [f"    {call}"]
         names = dict(self._constants)
-        source = "\n".join(["def launch():", *reversed(code)])
-        exec(source, names)  # of this module's own making
-        launch = names.pop("launch")  # else a cycle would keep all that it reads until the next collection
-        launch.code = source
-        return launch
+        exec("\n".join(["def launch():", *reversed(code)]), names)  # of this module's own making
+        return names.pop("launch")  # else a cycle would keep all that it reads until the next collection
 
     def _reads_nothing(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):

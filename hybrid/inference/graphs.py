@@ -44,9 +44,9 @@ class DecodeGraphs:
         block_size: of the KV blocks.
         device: of the model.
         fill_up: the size that a number of sequences is filled up to; None: `_filled_up`, ``max_num_seqs`` at most.
-        checked: compare each recording with the forward, once, over other numbers than it was made with, and go
-            without recordings from then on if they differ by a bit. Python's own decisions are not recorded: on a CPU
-            a model may have taken one by numbers that nobody sees it read.
+        checked: compare each recording with the forward, over other numbers than it was made with, and go without
+            recordings if they differ by a bit. Python's own decisions are not recorded: on a CPU a model may have
+            taken one by numbers that nobody sees it read.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class DecodeGraphs:
     ) -> None:
         self._forward, self._capture = forward, capture
         self._fill_up = fill_up or (lambda num_seqs: min(_filled_up(num_seqs), max_num_seqs))
-        self._unchecked: set[int] = set()  # sizes whose recordings are still to be compared
         self._checked, self._is_possible = checked, True
         self._max_context_len = max_context_len
         self._table_width = -(-max_context_len // block_size)
@@ -88,21 +87,11 @@ class DecodeGraphs:
                 recording = self._recordings[size] = self._record(size, input_ids, batch)
             except NotRecordable:
                 self._is_possible = False
-                return None
-            if self._checked:
-                self._unchecked.add(size)
-            return recording.launch()[:num_seqs]
-        _load(recording.input_ids, recording.position_ids, recording.batch, input_ids, batch)
-        logits = recording.launch()[:num_seqs]
-        if size in self._unchecked:
-            self._unchecked.remove(size)
-            kept = recording.input_ids, recording.position_ids, recording.batch
-            expected = self._forward(*kept)[:num_seqs]
-            if not torch.equal(logits, expected):
-                self._is_possible = False
                 self._recordings.clear()
-                return expected
-        return logits
+                return None
+        else:
+            _load(recording.input_ids, recording.position_ids, recording.batch, input_ids, batch)
+        return recording.launch()[:num_seqs]
 
     def _record(self, size: int, input_ids: torch.Tensor, batch: PagedBatch) -> _Recording:
         def filled(count: int, dtype: torch.dtype = torch.int64, value: int = 0) -> torch.Tensor:
@@ -120,8 +109,18 @@ class DecodeGraphs:
             rectangles=None,
         )
         ids, positions = filled(size), kept.position_ids
-        _load(ids, positions, kept, input_ids, batch)  # since recording runs it to warm up
-        return _Recording(ids, positions, kept, self._capture(lambda: self._forward(ids, positions, kept)))
+
+        def forward() -> torch.Tensor:
+            return self._forward(ids, positions, kept)
+
+        if not self._checked:
+            _load(ids, positions, kept, input_ids, batch)  # since recording runs it to warm up
+            return _Recording(ids, positions, kept, self._capture(forward))
+        recording = _Recording(ids, positions, kept, self._capture(forward))  # over rows that stand for no sequence
+        _load(ids, positions, kept, input_ids, batch)
+        if not torch.equal(recording.launch(), forward()):
+            raise NotRecordable("a recording gives other logits than the forward that it was made of")
+        return recording
 
 
 def _load(
