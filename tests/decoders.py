@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.falcon import modeling_falcon
 
 VOCAB_SIZE = 96
 _SHAPE = {
@@ -91,6 +92,8 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
 }
+if hasattr(modeling_falcon, "ALL_ATTENTION_FUNCTIONS"):  # since transformers 5.25
+    MORE_FAMILIES["falcon"] = {**_NO_GROUPS, "intermediate_size": None, "ffn_hidden_size": 48}
 _THETA = {"rope_theta": 100.0}  # low, so that a few dozen tokens turn far
 _FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
 # RoPE scalings, by name: the family, and what its configuration says of them. "Within" and "beyond" are said of the

@@ -120,7 +120,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 # Their attention is their own, not one of transformers' attention interface.
-_OWN_ATTENTION = frozenset({"bloom", "falcon", "gpt_neo", "mpt", "xglm"})
+_OWN_ATTENTION = frozenset({"bloom", "gpt_neo", "mpt", "xglm"})
 
 _COLUMN, _ROW = "colwise", "rowwise"
 # Styles that leave a weight whole on every rank. The gradient part of the second does not concern us: training sees
@@ -170,7 +170,8 @@ def family_of(config: PreTrainedConfig, tp_size: int) -> Family:
             f"{kind} has no tensor-parallel plan (its config defines no base_model_tp_plan), "
             f"so it cannot be cut over {tp_size} ranks; set --tp_size 1"
         )
-    if any("expert" in word for item in plan.items() for word in item):
+    by_experts: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}  # since 5.25 some are in this alone
+    if any("expert" in word for item in (plan | by_experts).items() for word in item):
         raise ValueError(
             f"{kind} is planned as a mixture of experts, which cannot be cut over {tp_size} ranks; set --tp_size 1"
         )

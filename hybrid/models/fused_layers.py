@@ -190,6 +190,12 @@ def _fuse_rotation(file: str) -> None:
     own = names.get(_ROTATION)
     if isinstance(own, FunctionType) and own not in _rotations:
         names[_ROTATION] = _rotation(own)
+    elif isinstance(own, nn.Module) and "forward" not in vars(own):
+        # Since transformers 5.25 it is a module whose forward is the function, with copies of its own in each model's
+        # attention that know it as the same object: so it stays, and gets another forward.
+        rotation = _rotation(own.forward)
+        if rotation in _rotations:
+            own.forward = rotation
 
 
 @functools.cache

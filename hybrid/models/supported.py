@@ -58,6 +58,8 @@ def _reason(module: PreTrainedModel) -> str | None:
         return _KNOWN[module.config.model_type]
     if module.config.is_encoder_decoder:
         return "it is an encoder and a decoder with attention between them"
+    if getattr(config, "alibi", False):
+        return "it adds a bias to its scores, by distance (alibi), in the mask, which is not made here"
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
         return f"its layers are of type {', '.join(sorted(kinds))}, not only {' and '.join(sorted(LAYER_TYPES))}"

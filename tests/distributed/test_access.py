@@ -8,6 +8,7 @@ from hybrid.config import InferenceConfig, OptimConfig, ZeroConfig
 from hybrid.engine import HybridEngine
 from hybrid.inference.params import SamplingParams
 from hybrid.models.attention import ATTENTION_NAME
+from hybrid.models.fused_layers import fuse_layers
 from hybrid.models.plans import tensor_parallel_plan
 from hybrid.parallel import DivergenceError, init_parallel
 from hybrid.zero.level import Level, LevelError
@@ -51,6 +52,7 @@ class PlainLoop:
 
     def __init__(self, world_size, **overrides):
         self.model, self.world_size = make_model(**overrides), world_size
+        fuse_layers(self.model)  # or Adam would make steps of how differently gradients near 0 are rounded
         self.weights = dict(self.model.named_parameters())
         kinds = [[p for p in self.weights.values() if (p.ndim > 1) == decayed] for decayed in (True, False)]
         self.optimizer = torch.optim.AdamW(

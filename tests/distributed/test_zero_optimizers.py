@@ -5,6 +5,7 @@ import torch
 from transformers import get_scheduler
 
 from hybrid.config import OptimConfig, ZeroConfig
+from hybrid.models.fused_layers import fuse_layers
 from hybrid.parallel import init_parallel
 from hybrid.zero.model import ShardedModel
 from tests.distributed.sharded import batch, make_model, sharded, tokens, train
@@ -102,6 +103,7 @@ def optimizers_equal_torch():
     mesh = init_parallel()
     for name, (arguments, factory) in OPTIMIZERS.items():
         plain = make_model()
+        fuse_layers(plain)  # rounds as the other does
         optimizer = factory(list(plain.parameters()))
         optim = OptimConfig(optimizer=name, optim_args=arguments, learning_rate=1e-2, max_grad_norm=0.0)
         model = sharded(optim=optim, sub_group_size=1)

@@ -24,6 +24,9 @@ CASES = {
     ),
     **{f"RoPE: {name}": case for name, case in ROPES.items()},
 }
+if "falcon" in MORE_FAMILIES:
+    CASES["falcon, a key/value head for each head"] = ("falcon", {"multi_query": False})
+    CASES["falcon, groups of heads"] = ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2})
 
 
 def random_prompts(lengths):

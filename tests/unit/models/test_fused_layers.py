@@ -167,15 +167,37 @@ def test_a_plain_call_of_a_model_rotates_as_ever(rotations):
     assert not rotations
 
 
-def test_a_family_s_function_is_replaced_once_and_under_its_own_name():
+@torch.no_grad()
+def test_copies_of_a_model_rotate_as_it_does(rotations):
     model = tiny_decoder("llama")
     fuse_layers(model)
-    replaced = modeling_llama.apply_rotary_pos_emb
-    own = inspect.unwrap(replaced)
     fuse_layers(model)
-    fuse_layers(tiny_decoder("llama"))
-    assert modeling_llama.apply_rotary_pos_emb is replaced is pickle.loads(pickle.dumps(replaced))
-    assert own.__code__.co_filename == modeling_llama.__file__ and replaced.__doc__ == own.__doc__
+    expected = ragged_logits(model, [[*range(3, 20)]])
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        rotations.clear()
+        assert torch.equal(ragged_logits(each, [[*range(3, 20)]]), expected)
+        assert len(rotations) == 4
+
+
+def rotation_of_a_file(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + modeling_llama.rotate_half(q) * sin, k * cos + modeling_llama.rotate_half(k) * sin
+
+
+def test_a_function_of_a_file_is_replaced_once_and_under_its_own_name(monkeypatch):
+    """As families had it before transformers 5.25."""
+    file = ModuleType("modeling_anything")
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setattr(rotation_of_a_file, "__module__", file.__name__)
+    monkeypatch.setattr(rotation_of_a_file, "__qualname__", "apply_rotary_pos_emb")
+    file.apply_rotary_pos_emb = rotation_of_a_file
+    model = nn.Sequential()
+    model.__class__ = type("Model", (nn.Sequential,), {"__module__": file.__name__})
+    fuse_layers(model)
+    replaced = file.apply_rotary_pos_emb
+    fuse_layers(model)
+    assert file.apply_rotary_pos_emb is replaced is pickle.loads(pickle.dumps(replaced))
+    assert inspect.unwrap(replaced) is rotation_of_a_file is not replaced
 
 
 @pytest.mark.parametrize(
@@ -196,7 +218,7 @@ def test_families_that_rotate_otherwise_are_left_alone(family, overrides, rotati
 
 @pytest.mark.parametrize("change", ["scaled", "shaped", "named", "wide"])
 def test_functions_that_compute_anything_else_are_left_alone(change, rotations, monkeypatch):
-    plain = inspect.unwrap(modeling_llama.apply_rotary_pos_emb)
+    plain = rotation_of_a_file
 
     def scaled(q, k, cos, sin):
         return tuple(2 * each for each in plain(q, k, cos, sin))

@@ -300,9 +300,11 @@ def test_a_rank_needs_the_memory_of_its_shard_and_a_tensor(tmp_path: Path) -> No
 
 
 def test_a_family_with_attention_of_its_own_is_refused_by_name(tmp_path):
-    config = AutoConfig.for_model("falcon", vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(
+        "gpt_neo", vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     resolved = resolve_model(str(tmp_path))
     for build in (open_causal_lm, load_causal_lm, lambda found: skeleton(found.config)):
-        with pytest.raises(ValueError, match="falcon has attention classes of its own .* choose another family"):
+        with pytest.raises(ValueError, match="gpt_neo has attention classes of its own .* choose another family"):
             build(resolved)

@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "diffllama": (SMALL, "its layers attend twice"),
     "doge": (SMALL, "its layers weigh keys by a mask that they compute"),
     "dory": ({}, "goes through some of its layers several times"),
-    "falcon": (SMALL, "has attention classes of its own"),
+    "falcon": ({**SMALL, "alibi": True}, "(has attention classes of its own|adds a bias to its scores, by distance)"),
     "falcon_h1": ({}, "its layers are of type hybrid"),
     "falcon_mamba": ({}, "its layers are of type linear_attention"),
     "flint": ({}, "FlintAttention has attention sinks"),
