@@ -7,6 +7,7 @@ all cores of one: no port to choose, no second way to spell its flags.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+import torch.distributed as dist
 
-from hybrid.parallel import uses_cuda
+from hybrid.parallel import meet_at_the_end, uses_cuda
 
 _STARTED = "HYBRID_STARTED"  # set in ranks that a first one started
 # For a rank that has nothing left to do, and for this one to say itself what another failed of.
@@ -71,7 +73,10 @@ def local_ranks(count: int, command: Sequence[str]) -> Iterator[None]:
 
     They are told their ranks as by torchrun, and this process is too. If the block raises they are ended at once, and
     if one of them fails, so does this process, which may be waiting for it. An interrupt from the keyboard reaches them
-    all by itself.
+    all by itself. A process group that was made inside the block ends with it.
+
+    Raises:
+        SystemExit: the block went well here, and failed in another rank.
     """
     if count == 1:
         yield
@@ -95,12 +100,18 @@ def local_ranks(count: int, command: Sequence[str]) -> Iterator[None]:
     threading.Thread(target=_watch, args=(others, is_over), daemon=True).start()
     try:
         yield
+        meet_at_the_end()  # as `run_main` has the others do
         patience = _PATIENCE_S
     finally:
         is_over.set()
         os.environ.clear()
         os.environ.update(before)
         _end(others, patience)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for rank, process in enumerate(others, 1):
+        if process.returncode:
+            raise SystemExit(f"error: rank {rank} {_fate(process)}")
 
 
 def _watch(processes: Sequence[subprocess.Popen], is_over: threading.Event) -> None:
@@ -108,10 +119,16 @@ def _watch(processes: Sequence[subprocess.Popen], is_over: threading.Event) -> N
     while not is_over.wait(0.2):
         failed = next((rank for rank, process in enumerate(processes, 1) if process.poll()), None)
         if failed is not None and not is_over.wait(_GRACE_S):
-            code = processes[failed - 1].returncode
-            print(f"error: rank {failed} ended with exit code {code}, see above", file=sys.stderr, flush=True)
+            print(f"error: rank {failed} {_fate(processes[failed - 1])}", file=sys.stderr, flush=True)
             _end(processes, 0.0)
             os._exit(1)
+
+
+def _fate(process: subprocess.Popen) -> str:
+    code = process.returncode
+    if code == -signal.SIGTERM:
+        return "was still running a minute after this one was done, and was ended"
+    return f"ended with exit code {code}, see above"
 
 
 def _end(processes: Sequence[subprocess.Popen], patience: float) -> None:

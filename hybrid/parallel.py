@@ -577,14 +577,20 @@ def run_main(main: Callable[[], Any]) -> None:
     else:
         if not (dist.is_available() and dist.is_initialized()):
             return
-        with contextlib.suppress(RuntimeError):  # a rank that left early would take down those still talking to it
-            dist.barrier()
+        meet_at_the_end()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not by way of the interpreter's end, which now and then destroys a process group's threads while they run
         # ("terminate called without an active exception") and turns a run that went well into a failure.
         os._exit(0)
+
+
+def meet_at_the_end() -> None:
+    """Wait for the other ranks, if there are any: one that left early would take down those still talking to it."""
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
 
 
 def _is_lost_peer(error: BaseException) -> bool:

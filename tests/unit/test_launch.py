@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed
 
 from hybrid import launch
 from hybrid.launch import local_ranks, replicas_to_start
+from hybrid.parallel import init_parallel
 
 GIB = 1 << 30
 
@@ -59,6 +61,30 @@ def test_ranks_are_told_who_they_are_and_waited_for(tmp_path):
         assert (os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("0", "3")
     assert "RANK" not in os.environ
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"1": "3", "2": "3"}
+
+
+def test_ranks_that_made_a_process_group_end_together(monkeypatch):
+    """None waits for the others to be ended."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    code = "from hybrid.parallel import init_parallel, run_main; run_main(init_parallel)"
+    started = time.monotonic()
+    with local_ranks(2, ["-c", code]):
+        assert init_parallel().world_size == 2
+    assert time.monotonic() - started < launch._PATIENCE_S / 2
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(1); raise SystemExit(7)", "rank 1 ended with exit code 7, see above"),
+        ("import time; time.sleep(60)", "rank 1 was still running a minute after"),
+    ],
+)
+def test_a_rank_that_does_not_end_well_is_not_passed_over(monkeypatch, code, said):
+    monkeypatch.setattr(launch, "_PATIENCE_S", 2.0)
+    with pytest.raises(SystemExit, match=said), local_ranks(2, ["-c", code]):
+        pass
 
 
 def test_a_failure_here_ends_them_at_once():
