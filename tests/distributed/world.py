@@ -1,6 +1,6 @@
 """Start a world of ranks for a test: fast, on one machine, and with the culprit's traceback first when it fails.
 
-Ranks are forked from a server that has imported torch already (0.1 s instead of 4 s), meet through a file, and use one
+Ranks are forked from a server that has imported the library already (0.1 s instead of 5 s), meet through a file, and use one
 thread each. A rank that fails writes its traceback and the time before it dies; a rank that waits for a dead peer
 gives up after the group's timeout, and is killed half a minute after the first one ended.
 """
@@ -28,7 +28,7 @@ OUTLIVE_S = 30.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama", "pytest"]
+    ["transformers.models.llama.modeling_llama", "hybrid.engine", "hybrid.rl.setup", "hybrid.checkpoint", "pytest"]
 )
 
 
