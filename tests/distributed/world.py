@@ -1,8 +1,8 @@
 """Start a world of ranks for a test: fast, on one machine, and with the culprit's traceback first when it fails.
 
-Ranks are forked from a server that has imported the library already (0.1 s instead of 5 s), meet through a file, and use one
-thread each. A rank that fails writes its traceback and the time before it dies; a rank that waits for a dead peer
-gives up after the group's timeout, and is killed half a minute after the first one ended.
+Ranks are forked from a server that has imported the library already (0.1 s instead of 5 s), meet through a file, and
+use one thread each. A rank that fails writes its traceback and the time before it dies; a rank that waits for a dead
+peer gives up after the group's timeout, and is killed half a minute after the first one ended.
 """
 
 from __future__ import annotations

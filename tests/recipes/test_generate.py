@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,9 @@ from hybrid.data.completions import CompletionsFile
 from hybrid.engine import HybridEngine
 from hybrid.inference.params import SamplingParams
 from recipes import generate
+from tests.recipes.recipe_runs import TORCHRUN, read_lines, run
+from tests.warm_python import ENVIRONMENT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = str(ROOT / "recipes" / "generate.py")
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ROWS = [
     {"prompt": "Hi, you", "id": 1},
     {"prompt": [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "So soon?"}], "id": 2},
@@ -39,19 +29,6 @@ ROWS = [
     {"prompt": "abc", "id": 4, "more": {"a": [1]}},
     {"prompt": "abcd", "id": 5},
 ]
-
-
-def launch(*words: Any, launcher: list[str] | None = None, typed: str | None = None) -> subprocess.CompletedProcess:
-    with tempfile.TemporaryDirectory() as directory:  # torchrun leaves its logs in TMPDIR
-        return subprocess.run(
-            [sys.executable, *(launcher or []), RECIPE, *map(str, words)],
-            env=ENVIRONMENT | {"TMPDIR": directory},
-            capture_output=True,
-            text=True,
-            timeout=180,
-            input=typed,
-            check=False,
-        )
 
 
 @pytest.fixture
@@ -72,10 +49,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> 
     return tmp_path
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def generated(model: Path, prompts: list[Any], params: SamplingParams) -> list[list[str]]:
     """What the engine gives for prompts with the recipe's seeds, in one call and on one rank."""
     engine = HybridEngine.from_pretrained(model, trains=False, dtype="fp32")
@@ -89,11 +62,11 @@ def test_help_and_mistyped_flags_are_answered_at_once() -> None:
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            result = launch(*words)
+            result = run("generate.py", *words, python=sys.executable)
             times.append(time.perf_counter() - start)
         assert result.returncode == code
         assert min(times) < 1.0
-    help = launch("--help").stdout
+    help = run("generate.py", "--help").stdout
     for flag in ("--model", "--prompt", "--prompts", "--top_p", "--stop", "--tp_size", "--kv_blocks", "--resume"):
         assert flag in help
 
@@ -183,12 +156,12 @@ def test_a_file_of_rows_on_one_rank_and_as_replicas_and_as_tensor_ranks(tiny_lla
     words += " --num_generations 2"  # torchrun takes --n for one of its own
     outputs = []
     for name, launcher, more in (
-        ("one", None, ""),
-        ("replicas", None, "--prompts_per_step 3 --replicas 2"),
+        ("one", (), ""),
+        ("replicas", (), "--prompts_per_step 3 --replicas 2"),
         ("tensor", TORCHRUN, "--tp_size 2"),
     ):
         out = tmp_path / f"{name}.jsonl"
-        result = launch(*words.split(), *more.split(), "--output", out, launcher=launcher)
+        result = run("generate.py", *words.split(), *more.split(), "--output", out, launcher=launcher)
         assert result.returncode == 0, result.stderr
         assert result.stderr.count("5 rows in") == 1 and "5 of them new" in result.stderr
         outputs.append(read_lines(out))
@@ -265,7 +238,16 @@ def test_an_interrupted_file_goes_on_and_equals_an_uninterrupted_one(
 
 def test_a_run_that_is_killed_keeps_what_it_wrote(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("abc\n" * 4000)
-    words = [sys.executable, RECIPE, "--model", tiny_llama, "--prompts", tmp_path / "rows.txt", "--max_tokens", "200"]
+    words = [
+        sys.executable,
+        ROOT / "recipes" / "generate.py",
+        "--model",
+        tiny_llama,
+        "--prompts",
+        tmp_path / "rows.txt",
+        "--max_tokens",
+        "200",
+    ]
     out = tmp_path / "out.jsonl"
     process = subprocess.Popen(
         [*map(str, words), "--ignore_eos", "--prompts_per_step", "4", "--output", str(out)],

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,52 +16,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import rlhf_step3
+from tests.recipes import recipe_runs
+from tests.recipes.recipe_runs import TORCHRUN, read_lines
 from tests.tiny import save_tiny_llama
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = str(ROOT / "recipes" / "rlhf_step3.py")
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def run(*words: Any, launcher: list[str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the recipe; a run that hangs is ended with all its ranks."""
-    with tempfile.TemporaryDirectory() as directory:  # torchrun leaves its logs in TMPDIR
-        return _run(
-            [*(launcher or [sys.executable]), RECIPE, *map(str, words)], cwd, ENVIRONMENT | {"TMPDIR": directory}
-        )
-
-
-def _run(command: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # a launcher ends its ranks, which are in sessions of their own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{' '.join(command)} hung: {process.communicate()}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+run = functools.partial(recipe_runs.run, "rlhf_step3.py")
 
 
 def read_steps(output_dir: Path) -> list[dict[str, Any]]:
@@ -77,7 +32,7 @@ def test_help_answers_at_once() -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        result = run("--help")
+        result = run("--help", python=sys.executable)
         times.append(time.perf_counter() - start)
     assert min(times) < 1.0
     assert result.returncode == 0
@@ -229,7 +184,7 @@ def test_a_reward_models_template_is_used_and_its_positions_are_kept(files: Path
 
 
 def test_under_a_launcher_one_rank_speaks() -> None:
-    result = run("--actr", "x", launcher=TORCHRUN)
+    result = run("--actr", "x", launcher=TORCHRUN, python=sys.executable)
     assert result.returncode != 0
     assert result.stderr.count("error: unknown flag --actr") == 1
 
@@ -390,15 +345,15 @@ def timeout(completions): raise RuntimeError("request timed out")
 """
 
 
-def bad_reward_run(tiny_llama: Path, tmp_path: Path, name: str, launcher: list[str] | None = None) -> str:
+def bad_reward_run(tiny_llama: Path, tmp_path: Path, name: str, launcher: tuple[str, ...] = ()) -> str:
     """Run with a reward that fails; returns what was said, the launcher's own words left out."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "ab" * n, "n": n}) + "\n" for n in (1, 3)))
     (tmp_path / "reward.py").write_text(BAD_REWARDS)
     words = f"--prompts {tmp_path}/prompts.jsonl --reward {tmp_path}/reward.py:{name} --no_apply_chat_template"
     words += f" --max_completion_length 4 --output_dir {tmp_path}/out --total_steps 2 --prompts_per_step 2"
     result = run("--actor", tiny_llama, *words.split(), launcher=launcher)
-    assert result.returncode == 2 if launcher is None else result.returncode != 0
-    if launcher is not None:
+    assert result.returncode != 0 if launcher else result.returncode == 2
+    if launcher:
         assert "exitcode  : 2 " in result.stderr
     assert "in _score" not in result.stderr and "gather_or_raise" not in result.stderr  # our frames are no help
     assert result.stderr.count("error: ") == 1

@@ -16,8 +16,8 @@ from hybrid.arguments import parse_arguments
 from hybrid.deepspeed import DeepSpeedArguments, learning_presets
 from hybrid.learning_config import PreferenceSettings
 from hybrid.models.loading import check_value_model, resolve_model
-from tests.recipes.recipe_runs import ENVIRONMENT, ROOT, TORCHRUN, read_lines, run, write_rows
-from tests.recipes.warm_python import WarmPython
+from tests.recipes.recipe_runs import TORCHRUN, read_lines, run, write_rows
+from tests.warm_python import ENVIRONMENT, ROOT, warm_python
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_reference_belongs_to_dpo(tiny_llama: Path) -> None:
     assert "is for dpo, and objective=reward has none; leave it out" in result.stderr
 
 
-def run_e2e(python: Path, *words: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_e2e(python: str | Path, *words: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(ROOT / "scripts" / "rlhf_e2e.sh"), *map(str, words)],
         env=ENVIRONMENT | {"PYTHON": str(python)} | environment,
@@ -127,8 +127,7 @@ def run_e2e(python: Path, *words: Path, **environment: str) -> subprocess.Comple
 
 def test_the_three_steps_in_a_row(tiny_llama: Path, tmp_path: Path) -> None:
     size = {"MODEL": str(tiny_llama), "EXAMPLES": "8", "PAIRS": "16", "STEPS": "1", "HELD_OUT": "4", "DTYPE": "fp32"}
-    with WarmPython(tmp_path, ENVIRONMENT) as python:
-        result = run_e2e(python.program, tmp_path / "out", **size)
+    result = run_e2e(warm_python(), tmp_path / "out", **size)
     assert result.returncode == 0, result.stderr
     outcome = json.loads(result.stdout.splitlines()[-1])
     assert all(0 <= outcome[f"judge_{when}"] <= 1 for when in ("base", "before", "after"))

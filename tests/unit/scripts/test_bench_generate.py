@@ -37,9 +37,7 @@ def test_the_work_is_what_it_says():
     assert [(len(each.prompt), each.max_tokens) for each in fixed] == [(32, 64)] * 64
 
 
-def test_every_engine_makes_the_same_tokens(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("HYBRID_DEVICE", "cpu")
+def test_every_engine_makes_the_same_tokens(warm_worlds, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_generate, "has_vllm", lambda python: False)
     save_tiny_llama(tmp_path)
     words = ["--engine", "all", "--model", str(tmp_path), "--dtype", "fp32", "--num_prompts", "3", "--num_samples", "2"]

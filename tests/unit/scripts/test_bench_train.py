@@ -42,10 +42,8 @@ def test_peers_that_cannot_run_are_named(monkeypatch):
     assert set(result) == {"hybrid", "skipped"}
 
 
-def test_engines_agree(tmp_path, monkeypatch, capsys):
+def test_engines_agree(warm_worlds, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_train, "is_installed", lambda package: False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("HYBRID_DEVICE", "cpu")
     save_tiny_llama(tmp_path)
     bench_train.main(["--engine", "all", "--model", str(tmp_path), "--batch", "2", "--seq", "16", "--steps", "3"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
