@@ -15,8 +15,6 @@ HAS_GPU     := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>
 # The stamp's name holds what was installed from, so a changed pyproject.toml installs again.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 
-# Ranks of a test share the cores: threads that spin while they wait would take them from one another.
-export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup demo test lint format clean
@@ -53,6 +51,9 @@ lint: $(STAMP) ## check style (ruff) and types (pyright)
 	@echo "==> pyright"
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Ranks of a test share the cores: threads that spin while they wait would take them from one another. The demo is one
+# process, in which to wake a thread for each small kernel would take longer than the kernel.
+test: export OMP_WAIT_POLICY := PASSIVE
 test: lint ## lint, then run every test (PYTEST_ARGS="-k scheduler" chooses)
 	@echo "==> pytest"
 	@PYTHON=$(BIN)/python scripts/run_tests.sh $(PYTEST_ARGS)

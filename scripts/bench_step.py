@@ -455,7 +455,9 @@ def launch(options: argparse.Namespace, engine: str) -> dict[str, Any]:
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--terms", *map(str, options.terms)]
     command += ["--no-share_prompts"] * (not options.share_prompts) + ["--tune_peers"] * options.tune_peers
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": str(threads_of(options))}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads_of(options))}
+    if options.ranks > 1:  # threads that spin would take the cores from one another; alone, to be woken costs more
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if engine == "trl" and options.tune_peers:
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
