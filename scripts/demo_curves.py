@@ -61,7 +61,7 @@ def run(algorithm: str, seed: int, threads: int, recipe_args: Sequence[str]) -> 
     with tempfile.TemporaryDirectory() as directory:
         output_dir, started = Path(directory) / "run", time.perf_counter()
         command = [sys.executable, str(RECIPE), "--algorithm", algorithm, "--seed", str(seed)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         subprocess.run([*command, "--output_dir", str(output_dir), *recipe_args], check=True, env=environment)
         seconds = time.perf_counter() - started
         return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()], seconds
