@@ -337,8 +337,8 @@ def launch(options: argparse.Namespace, engine: str, *, replicas: int = 1) -> di
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--exact"] * options.exact + ["--eager"] * options.eager
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if engine != "vllm":  # which brings an OpenMP of its own, and has it set up
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    if replicas > 1:  # threads that spin would take the cores from one another; alone, to be woken costs more
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"the run of {engine} failed with exit code {done.returncode}; its errors are above")

@@ -10,8 +10,8 @@ over all samples: clipped objective, the k3 estimate of the KL times 0.04 in the
 AdamW at 1e-5. The prompts are the same in every step. One step to warm up, then the median of ``--steps``. On a host
 nothing else may run meanwhile.
 
-``hybrid`` samples past ends of sequences, so from the distribution that it trains. TRL cannot, and is told to give them
-no probability, so its entropy is higher: 2.7 nats instead of 2.2 with SmolLM2-135M. The work is the same.
+``hybrid`` samples past ends of sequences, so from the distribution that it trains. TRL leaves out all that follows the
+first of them, so it is told to give them no probability, and its entropy in the report is higher. The work is the same.
 
 ``trl`` samples with transformers' ``generate``, all completions of a rank in one batch. Samples and steps being
 aligned, it takes the old log-probs from the update's own forward. With ``--peer_settings fast`` it is set up by

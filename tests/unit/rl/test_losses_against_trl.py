@@ -6,7 +6,6 @@ beside this one are what remains.
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from hybrid.rl.algorithms.registry import find_algorithm
 from hybrid.rl.loss import Average, policy_loss
 from hybrid.rl.records import ClipRange, PolicyTokens
 
-pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl", minversion="1.16")
 
 LENGTHS = [4, 1, 8, 3, 6]
 LONGEST = 9
@@ -43,7 +42,6 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
 
 class _OneProcess:
     num_processes = 1
-    sync_gradients = True
 
     def gather(self, value: torch.Tensor) -> torch.Tensor:
         return value
@@ -56,7 +54,6 @@ def _trl_loss(
     loss_type: str, level: str, clip_high: float, logprobs: torch.Tensor, old: torch.Tensor, **inputs: torch.Tensor
 ) -> torch.Tensor:
     """What ``GRPOTrainer`` makes of log-probs that are given instead of computed."""
-    trainer_class: Any = importlib.import_module("trl").GRPOTrainer
     mask = _rows(torch.ones(sum(LENGTHS))).gt(0).long()
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
@@ -80,7 +77,7 @@ def _trl_loss(
     prompts = torch.ones(len(LENGTHS), 2, dtype=torch.int64)
     ids = {"prompt_ids": prompts, "prompt_mask": prompts, "completion_ids": mask, "completion_mask": mask}
     found = {"old_per_token_logps": old, "num_items_in_batch": mask.sum(), **inputs}
-    return trainer_class._compute_loss(trainer, None, ids | found)
+    return trl.GRPOTrainer._compute_loss(trainer, None, ids | found)
 
 
 @pytest.mark.parametrize(("name", "loss_type", "level", "aggregation"), CASES, ids=[case[0] for case in CASES])
